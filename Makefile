@@ -20,7 +20,7 @@ PLATFORMS ?= manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 m
 # Elsewhere these shorten the product's deadlines, or repeat less.
 WAITING := $(addprefix tests/end_to_end/,test_engine_trouble.py test_events.py test_socket_activation.py test_statistics.py fleet/test_failures.py fleet/test_gateway.py fleet/test_lies.py)
 # What `make check` leaves to `make test` and `make test-chaos`: programs as a whole, started from cold, and what waits long.
-WHOLE := $(addprefix tests/,end_to_end crash hostile hardware cli/agentctl/test_run.py cli/test_agentctl.py cli/test_check_config.py cli/test_commands.py pluginhost/test_recovery.py test_ceilings.py test_console.py test_packaging.py)
+WHOLE := $(addprefix tests/,end_to_end crash hostile hardware fleet/field cli/agentctl/test_run.py cli/test_agentctl.py cli/test_check_config.py cli/test_commands.py pluginhost/test_recovery.py test_ceilings.py test_console.py test_packaging.py)
 # Kills, damage, shortages and hostile callers, of which most are drawn by chance.
 CHAOS := tests/crash tests/hostile $(addprefix tests/end_to_end/,test_holders_together.py fleet/test_exactly_one.py)
 PROPERTIES := tests/core tests/fleet tests/services tests/runtimes/test_systemd.py

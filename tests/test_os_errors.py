@@ -5,7 +5,12 @@ import os
 
 import pytest
 
-from agentd.os_errors import OsErrorKind, os_error_as_refusal, os_error_kind
+from agentd.os_errors import (
+    OsErrorKind,
+    ending_process_as_gone,
+    os_error_as_refusal,
+    os_error_kind,
+)
 
 CASES = [
     ("ENOENT", OsErrorKind.GONE, "RuntimeFailure"),
@@ -24,7 +29,10 @@ CASES = [
     ("EPERM", OsErrorKind.UNREADABLE, "RuntimeFailure"),
     ("ELOOP", OsErrorKind.UNREADABLE, "RuntimeFailure"),
     ("ENOTDIR", OsErrorKind.UNREADABLE, "RuntimeFailure"),
-    ("ESTALE", OsErrorKind.UNREADABLE, "RuntimeFailure"),
+    ("ESTALE", OsErrorKind.SILENT, "RuntimeUnavailable"),
+    ("ENOTCONN", OsErrorKind.SILENT, "RuntimeUnavailable"),
+    ("EHOSTDOWN", OsErrorKind.SILENT, "RuntimeUnavailable"),
+    ("ETIMEDOUT", OsErrorKind.SILENT, "RuntimeUnavailable"),
 ]
 
 
@@ -41,3 +49,14 @@ def test_error_without_a_number_is_unreadable() -> None:
     error = OSError("odd")
     assert os_error_kind(error) is OsErrorKind.UNREADABLE
     assert str(os_error_as_refusal(error, "kernel k1")) == "kernel k1: odd"
+
+
+@pytest.mark.parametrize(
+    ("name", "raised"),
+    [("EINVAL", ProcessLookupError), ("ESRCH", ProcessLookupError), ("EMFILE", OSError)],
+)
+def test_process_that_is_ending_is_gone(name: str, raised: type[OSError]) -> None:
+    number = getattr(errno, name)
+    with pytest.raises(OSError) as caught, ending_process_as_gone():  # noqa: PT011 - any
+        raise OSError(number, os.strerror(number))
+    assert type(caught.value) is raised

@@ -61,7 +61,8 @@ NEW: Mapping[str, frozenset[str]] = {
         f"{program} {action}"
         for program in ("agentd", "gateway")
         for action in ("clear_device", "start_plugin", "stop_plugin")
-    ),
+    )
+    | {"gateway cordon_node", "gateway uncordon_node"},
     "operations": frozenset(
         {
             f"agentd clear_device POST /v1/{_CLEAR} {_CLEAR_PATHS}",
@@ -70,6 +71,7 @@ NEW: Mapping[str, frozenset[str]] = {
             "agentd stop_plugin POST /v1/plugins/{plugin}/stop path:plugin",
             f"gateway start_plugin_at_node POST {_PLUGIN_AT_NODE}/start path:node path:plugin",
             f"gateway stop_plugin_at_node POST {_PLUGIN_AT_NODE}/stop path:node path:plugin",
+            *(f"gateway {w}_node POST {_NODE}/{w} path:node" for w in ("cordon", "uncordon")),
         }
     ),
     "environment": frozenset({"AGENTD_RUN_DIR", "AGENTD_SLURM_RUN"}),
@@ -85,6 +87,7 @@ NEW: Mapping[str, frozenset[str]] = {
             "plugin.watch_failed",
             "runtime.leftover_unreadable",
             "store.recovered",
+            "store.reverted",
             "store.write_failed",
         }
     ),
@@ -108,6 +111,12 @@ NEW: Mapping[str, frozenset[str]] = {
                 f"agentctl clear{argument}"
                 for argument in ("", " --json", " -o/--output", " device")
             ),
+            *(
+                f"agentctl fleet nodes {command}{argument}"
+                for command in ("cordon", "uncordon")
+                for argument in ("", " --json", " -o/--output", " node")
+            ),
+            "agentctl fleet nodes cordon --reason",
         }
     ),
     "schemas": frozenset(
@@ -115,6 +124,9 @@ NEW: Mapping[str, frozenset[str]] = {
             "agentd DeviceView files",
             "gateway DeviceView files",
             "gateway FleetDeviceView files",
+            *(f"gateway CordonRequest{member}" for member in ("", " reason")),
+            *(f"gateway CordonView{member}" for member in ("", " by", " reason", " since")),
+            "gateway FleetNodeView cordon",
         }
         | {
             f"{document} {name}"
@@ -141,11 +153,14 @@ GONE_MEMBERS = frozenset({"/files/intents/.next.new str"})
 NEW_MEMBERS = frozenset(
     {
         "/agentd/main/nodes/NODE/reason str",
+        "/agentd/main/nodes/NODE/runtime/name str",
+        "/agentd/main/nodes/NODE/runtime/state str",
         "/files/devices.json/devices/is_excluded bool",
         "/files/devices.json/devices/taken_place NoneType",
         "/files/devices.json/devices/needs_clear str",
         "/files/devices.json/devices/unserved str",
         "agentd_condition gauge A condition in GET /v1/node about",
+        "agentd_fleet_node_usable gauge Whether kernels can be created on a node node_id",
         "agentd_log_lines_lost counter Lines of the log that could not be written",
         "agentd_fleet_log_lines_lost counter Lines of the gateway's log that could not be written",
     }

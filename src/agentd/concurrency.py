@@ -107,6 +107,7 @@ def start_call(subject: str, function: Callable[[], _T]) -> Future[_T]:
         BlockingIOError: the host has no process id for a thread.
     """
     call: Future[_T] = Future()
+    call.set_running_or_notify_cancel()  # no caller that goes away can cancel it
 
     def run() -> None:
         try:

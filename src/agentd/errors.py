@@ -465,6 +465,10 @@ class Unreachable(Unavailable):
     code = "Unreachable"
 
 
+class AnswerLost(Unreachable):
+    """A call was sent and its answer is missing: the daemon may have carried it out."""
+
+
 class Refused(AgentdError):
     """An error answer without a class of its own; raised by clients only."""
 

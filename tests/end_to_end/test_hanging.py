@@ -1,11 +1,14 @@
 """Names that nobody looks up hold up nothing else; an exec ends with a daemon that hangs."""
 
+import array
 import asyncio
 import contextlib
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+import termios
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +22,8 @@ from support.waiting import until
 ACCOUNTS = '[[agents]]\nid = "agent-1"\n[[agents]]\nid = "agent-2"\nuser = "daemon"\n'
 SLEEPER = ["sleep", "100000"]
 MOST_S = 20
+FULL = 1 << 15
+"""Bytes in a pipe whose reader is away, of the 64 KiB that it holds (pipe(7))."""
 
 
 @contextlib.contextmanager
@@ -77,6 +82,12 @@ class Exec:
     async def printed(self) -> bytes:
         return await asyncio.to_thread(os.read, self._out, 4096)
 
+    def unread(self) -> int:
+        """Return the bytes in the pipe."""
+        size = array.array("i", [0])
+        fcntl.ioctl(self._out, termios.FIONREAD, size)
+        return size[0]
+
     async def ended(self) -> int:
         status = await asyncio.to_thread(self.process.wait, MOST_S)
         os.close(self._out)
@@ -95,6 +106,19 @@ async def test_exec_ends_while_its_daemon_hangs(daemon: Daemon, name: str) -> No
     assert daemon.process is not None
     running = Exec(daemon, "sh", "-c", "echo ready; sleep 1000")
     assert await running.printed() == b"ready\n"
+    daemon.process.send_signal(signal.SIGSTOP)
+    try:
+        running.process.send_signal(signal.Signals[f"SIG{name}"])
+        assert await running.ended() == 130
+    finally:
+        daemon.process.send_signal(signal.SIGCONT)
+
+
+@pytest.mark.parametrize("name", ["INT", "TERM"])
+async def test_exec_without_a_reader_ends_while_its_daemon_hangs(daemon: Daemon, name: str) -> None:
+    assert daemon.process is not None
+    running = Exec(daemon, "sh", "-c", "yes")
+    await until(running.unread, lambda size: size >= FULL)
     daemon.process.send_signal(signal.SIGSTOP)
     try:
         running.process.send_signal(signal.Signals[f"SIG{name}"])

@@ -1,6 +1,6 @@
 /* A host that does not answer. HANGING names a folder: while it has a file with the name of a user
-   or group, lookups of that one wait, and fail while it has a file NAME.fails; while it has the file `paths`, so do opens and stats of what
-   is below its folder `dead`. */
+   or group, lookups of that one wait, and fail while it has a file NAME.fails, with the number in it;
+   while it has the file `paths`, opens and stats of what is below its folder `dead` wait. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -26,6 +26,22 @@ static int is_there(const char *name, const char *suffix)
     return syscall(SYS_faccessat, AT_FDCWD, file, F_OK) == 0;
 }
 
+/* Return the number with which lookups of a name fail, 0 if they do not. */
+static int failure_of(const char *name)
+{
+    char text[16] = "";
+    char file[4096];
+    if (!is_there(name, ".fails"))
+        return 0;
+    snprintf(file, sizeof file, "%s/%s.fails", getenv("HANGING"), name);
+    int descriptor = syscall(SYS_openat, AT_FDCWD, file, O_RDONLY | O_CLOEXEC);
+    if (descriptor >= 0) {
+        syscall(SYS_read, descriptor, text, sizeof text - 1);
+        syscall(SYS_close, descriptor);
+    }
+    return *text ? atoi(text) : ECONNREFUSED;
+}
+
 static void wait_while_there(const char *name)
 {
     while (is_there(name, ""))
@@ -47,8 +63,9 @@ int getpwnam_r(const char *name, struct passwd *entry, char *buffer, size_t size
 {
     wait_while_there(name);
     *result = NULL;
-    if (is_there(name, ".fails"))
-        return ECONNREFUSED;
+    int failure = failure_of(name);
+    if (failure)
+        return failure;
     return REAL(getpwnam_r)(name, entry, buffer, size, result);
 }
 
@@ -57,8 +74,9 @@ int getgrnam_r(const char *name, struct group *entry, char *buffer, size_t size,
 {
     wait_while_there(name);
     *result = NULL;
-    if (is_there(name, ".fails"))
-        return ECONNREFUSED;
+    int failure = failure_of(name);
+    if (failure)
+        return failure;
     return REAL(getgrnam_r)(name, entry, buffer, size, result);
 }
 

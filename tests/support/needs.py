@@ -75,6 +75,7 @@ NEEDS = {
         f"sudo modprobe fuse && {AS_ROOT}",
     ),
     "etcd": Need(_programs("etcd"), "sudo apt-get install etcd-server"),
+    "etcdctl": Need(_programs("etcdctl"), "sudo apt-get install etcd-client"),
     "chromium": Need(_programs("chromium"), "sudo apt-get install chromium"),
     "prometheus": Need(_programs("prometheus", "promtool"), "sudo apt-get install prometheus"),
     "curl": Need(_programs("curl"), "sudo apt-get install curl"),

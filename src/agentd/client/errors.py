@@ -12,6 +12,7 @@ from agentd import errors
 from agentd.errors import (
     MAX_DETAIL,
     AgentdError,
+    AnswerLost,
     ConfigRefused,
     Forbidden,
     InsufficientResource,
@@ -87,7 +88,8 @@ def error_from_response(status: int, body: bytes, retry_after: str | None = None
     if isinstance(content, dict):
         error = error_from_problem(content)
     elif status in _PROXY_ERRORS:
-        error = Unreachable(f"a proxy answered: {status} {HTTPStatus(status).phrase}")
+        kind = Unreachable if status == HTTPStatus.SERVICE_UNAVAILABLE else AnswerLost
+        error = kind(f"a proxy answered: {status} {HTTPStatus(status).phrase}")
     else:
         text = body[:MAX_DETAIL].decode(errors="replace") or f"HTTP {status}"
         error = Refused("Internal" if status >= _SERVER_ERROR else "BadRequest", text, {})
@@ -109,10 +111,10 @@ def parse_content(body: bytes) -> Any:
         raise Refused("Internal", f"the answer is not JSON: {excerpt!r}", {}) from None
 
 
-def unreachable_error(address: str, error: Exception) -> Unreachable:
-    """Return the error of a call without an answer."""
+def unreachable_error(address: str, error: Exception, *, is_sent: bool = False) -> Unreachable:
+    """Return the error of a call without an answer; one that was sent may be carried out."""
     reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return Unreachable(f"{address}: {reason}")
+    return (AnswerLost if is_sent else Unreachable)(f"{address}: {reason}")
 
 
 def cut_log_error(kernel_id: str, cause: Unavailable | None) -> Unavailable:

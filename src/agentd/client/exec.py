@@ -47,8 +47,9 @@ class Execution:
         self._address = address
         self.exit_code: int | None = None
         """The exit code, None until the command has ended; 128 plus the number of a signal."""
+        self.is_reading = True
+        """Whether frames are read; none is while the caller is busy with the last one."""
         self._has_frame = asyncio.Event()
-        self._is_reading = True
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, bytes]]:
         async for frame in self._websocket:
@@ -56,9 +57,9 @@ class Execution:
             if frame.type is aiohttp.WSMsgType.PING:
                 await self._websocket.pong(frame.data)
             elif frame.type is aiohttp.WSMsgType.BINARY:
-                self._is_reading = False
+                self.is_reading = False
                 yield frame.data[0], frame.data[1:]
-                self._is_reading = True
+                self.is_reading = True
             elif frame.type is aiohttp.WSMsgType.TEXT:
                 content = json.loads(frame.data)
                 if "problem" in content:
@@ -68,14 +69,13 @@ class Execution:
                 return
         raise Unreachable(f"{self._address}: the connection ended before the command did")
 
-    async def is_served(self, seconds: float) -> bool:
-        """Wait for a frame for a limited time, and return whether one arrived, or may have.
+    async def has_frame(self, seconds: float) -> bool:
+        """Wait for a frame for a limited time, and return whether one was read.
 
-        The daemon sends one each second while the command runs, even if it prints nothing. None is
-        read while the caller of the iterator is busy with the last one.
+        The daemon sends one each second while the command runs, even if it prints nothing.
         """
         self._has_frame.clear()
-        return await wait_event(self._has_frame, seconds) or not self._is_reading
+        return await wait_event(self._has_frame, seconds)
 
     async def write(self, data: bytes) -> None:
         """Write input; returns when there is room for more."""

@@ -21,9 +21,10 @@ from agentd.client.defaults import (
 )
 from agentd.client.errors import error_from_response, parse_content, unreachable_error
 from agentd.client.tls import client_tls
-from agentd.errors import InvalidRequest, Refused, Unavailable, Unreachable
+from agentd.errors import AnswerLost, InvalidRequest, Refused, Unavailable, Unreachable
 
 T = TypeVar("T")
+NOT_SENT = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, aiohttp.InvalidURL)
 
 
 class Transport:
@@ -94,9 +95,9 @@ class Transport:
                         pause_s = error.retry_after_s
                     await asyncio.sleep(pause_s)
         except TimeoutError:
-            raise Unreachable(f"{self._address}: no answer within {timeout_s:g} s") from None
+            raise AnswerLost(f"{self._address}: no answer within {timeout_s:g} s") from None
         except aiohttp.ClientError as error:
-            raise unreachable_error(self._address, error) from None
+            raise unreachable_error(self._address, error, is_sent=True) from None
 
     async def _open_response(
         self, call: Call[Any], *, silence_s: float | None = None
@@ -121,7 +122,8 @@ class Transport:
                 ),
             )
         except (aiohttp.ClientError, OSError) as error:
-            raise unreachable_error(self._address, error) from None
+            is_sent = not isinstance(error, NOT_SENT)
+            raise unreachable_error(self._address, error, is_sent=is_sent) from None
         if response.status >= HTTPStatus.MULTIPLE_CHOICES:
             async with response:
                 retry_after = response.headers.get("Retry-After")

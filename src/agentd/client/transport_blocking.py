@@ -81,11 +81,13 @@ class BlockingTransport:
         headers = dict(call.headers)
         if self._token:
             headers["Authorization"] = f"Bearer {self._token}"
-        body = None
+        body, is_sent = None, False
         if call.body is not None:
             body, headers["Content-Type"] = json.dumps(call.body).encode(), "application/json"
         try:
             connection = self._connection(timeout_s or self._timeout_s)
+            connection.connect()
+            is_sent = True
             base = urlsplit(self._url or "").path.rstrip("/")
             connection.request(call.method, f"{base}{call.path}", body, headers)
             response = connection.getresponse()
@@ -93,7 +95,7 @@ class BlockingTransport:
                 retry_after = response.headers.get("Retry-After")
                 raise error_from_response(response.status, response.read(), retry_after)
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise unreachable_error(self._address, error) from None
+            raise unreachable_error(self._address, error, is_sent=is_sent) from None
         return response
 
     def execute(self, call: Call[T], *, timeout_s: float | None = None) -> T:
@@ -123,7 +125,7 @@ class BlockingTransport:
                     raise
                 time.sleep(error.retry_after_s)
             except (OSError, http.client.HTTPException) as error:
-                raise unreachable_error(self._address, error) from None
+                raise unreachable_error(self._address, error, is_sent=True) from None
 
     def logs(
         self,

@@ -11,7 +11,6 @@ memory) is raised: it proves nothing.
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from agentd.os_errors import ending_process_as_gone
 from agentd.procfs import read_lines
 
 POLL_S = 1.0
@@ -85,16 +85,11 @@ def open_pidfd(pid: int) -> Iterator[int]:
     """Open a pidfd.
 
     Raises:
-        ProcessLookupError: the process does not exist. Older versions of Linux report EINVAL if its
-            number still names a session.
+        ProcessLookupError: the process does not exist.
         OSError: it is unknown whether the process exists.
     """
-    try:
+    with ending_process_as_gone():
         descriptor = os.pidfd_open(pid)
-    except OSError as error:
-        if error.errno == errno.EINVAL:
-            raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH)) from error
-        raise
     try:
         yield descriptor
     finally:

@@ -1,4 +1,4 @@
-"""Real etcd members on loopback, and a proxy that loses what a network would lose."""
+"""Real etcd members on loopback, with what operators do to them."""
 
 import asyncio
 import contextlib
@@ -35,11 +35,30 @@ def spared() -> list[str]:
     return command[1:2] if known else []
 
 
+def signed(folder: Path, ttl: str = "10m") -> str:
+    """Make keys for signed tokens, which are bound to a revision, and return etcd's option."""
+    require("openssl")
+    private, public = folder / "private.pem", folder / "public.pem"
+    for command in (
+        ["genrsa", "-out", private],
+        ["rsa", "-in", private, "-pubout", "-out", public],
+    ):
+        subprocess.run(["openssl", *command], check=True, capture_output=True)
+    keys = f"pub-key={public},priv-key={private},sign-method=RS256"
+    return f"--auth-token=jwt,{keys},ttl={ttl}"
+
+
 class EtcdServers:
     """One or three members; `processes` has None for one that was killed."""
 
     def __init__(
-        self, folder: Path, count: int = 1, *, quota_bytes: int = 0, options: Iterable[str] = ()
+        self,
+        folder: Path,
+        count: int = 1,
+        *,
+        quota_bytes: int = 0,
+        is_signed: bool = False,
+        options: Iterable[str] = (),
     ) -> None:
         require("etcd")
         folder.mkdir(exist_ok=True)
@@ -50,6 +69,7 @@ class EtcdServers:
         self._options = [*spared(), "--bcrypt-cost=4", *options]
         self._options += ["--heartbeat-interval=50", "--election-timeout=500"]
         self._options += [f"--quota-backend-bytes={quota_bytes}"] if quota_bytes else []
+        self._options += [signed(folder)] if is_signed else []
         self._password = ""
 
     @property
@@ -73,17 +93,20 @@ class EtcdServers:
         raise AssertionError(self.log(0))
 
     def _spawn(self, number: int) -> None:
-        peers = [f"http://127.0.0.1:{port}" for port in self.ports[self.count :]]
-        cluster = ",".join(f"m{at}={peer}" for at, peer in enumerate(peers))
-        command = ["etcd", "--name", f"m{number}", "--data-dir", self.folder / f"data-{number}"]
-        command += ["--listen-client-urls", self.endpoints[number]]
+        membership = self._membership(number)
+        command = ["etcd", *membership, "--listen-client-urls", self.endpoints[number]]
         command += ["--advertise-client-urls", self.endpoints[number]]
-        command += ["--listen-peer-urls", peers[number]]
-        command += ["--initial-advertise-peer-urls", peers[number]]
-        command += ["--initial-cluster", cluster, *self._options]
+        command += ["--listen-peer-urls", membership[-1], *self._options]
         env = {name: value for name, value in os.environ.items() if not name.startswith("ETCD")}
         with (self.folder / f"log-{number}").open("ab") as log:
             self.processes[number] = subprocess.Popen(command, stdout=log, stderr=log, env=env)
+
+    def _membership(self, number: int) -> list[str]:
+        """Return the options that a member and the restore of its folder have in common."""
+        peers = [f"http://127.0.0.1:{port}" for port in self.ports[self.count :]]
+        cluster = ",".join(f"m{at}={peer}" for at, peer in enumerate(peers))
+        own = ["--name", f"m{number}", "--data-dir", str(self.folder / f"data-{number}")]
+        return [*own, "--initial-cluster", cluster, "--initial-advertise-peer-urls", peers[number]]
 
     async def _are_ready(self) -> bool:
         """Wait until all that run answer; False where one of them ended instead."""
@@ -118,16 +141,64 @@ class EtcdServers:
     async def require_logins(self, password: str, **prefixes: tuple[str, ...]) -> None:
         """Make root and users with this password, who may use the keys below their prefixes."""
         for user in ("root", *prefixes):
-            await self.ask("/v3/auth/user/add", {"name": user, "password": password})
-            await self.ask("/v3/auth/role/add", {"name": user})
-            for prefix in map(str.encode, prefixes.get(user, ())):
-                end = prefix[:-1] + bytes([prefix[-1] + 1])
-                span = {"key": b64encode(prefix).decode(), "range_end": b64encode(end).decode()}
-                right = {"name": user, "perm": {"permType": "READWRITE", **span}}
-                await self.ask("/v3/auth/role/grant", right)
-            await self.ask("/v3/auth/user/grant", {"user": user, "role": user})
+            await self.add_user(user, password, *prefixes.get(user, ()))
         await self.ask("/v3/auth/enable", {})
         self._password = password
+
+    async def add_user(self, user: str, password: str, *prefixes: str) -> None:
+        """Make a user, which makes all signed tokens invalid."""
+        await self.ask("/v3/auth/user/add", {"name": user, "password": password})
+        await self.ask("/v3/auth/role/add", {"name": user})
+        for prefix in map(str.encode, prefixes):
+            end = prefix[:-1] + bytes([prefix[-1] + 1])
+            span = {"key": b64encode(prefix).decode(), "range_end": b64encode(end).decode()}
+            right = {"name": user, "perm": {"permType": "READWRITE", **span}}
+            await self.ask("/v3/auth/role/grant", right)
+        await self.grant(user)
+
+    async def grant(self, user: str) -> None:
+        """Give a user the role of its name."""
+        await self.ask("/v3/auth/user/grant", {"user": user, "role": user})
+
+    async def revoke(self, user: str) -> None:
+        """Take the role of its name from a user."""
+        await self.ask("/v3/auth/user/revoke", {"name": user, "role": user})
+
+    async def change_password(self, user: str, password: str) -> None:
+        """Give a user another password; its tokens stay valid until they are refused."""
+        await self.ask("/v3/auth/user/changepw", {"name": user, "password": password})
+
+    async def back_up(self) -> Path:
+        """Save a snapshot of the store and return its file, for `restore`."""
+        file = self.folder / f"backup-{len([*self.folder.glob('backup-*')])}"
+        login = ["--user", f"root:{self._password}"] if self._password else []
+        await self._etcdctl("--endpoints", self.endpoints[0], *login, "snapshot", "save", str(file))
+        return file
+
+    async def restore(self, backup: Path | None) -> None:
+        """Make the store what it was at a backup, or with None empty, and start all members.
+
+        They have the same addresses, and answer with the same cluster id.
+        """
+        await self.stop()
+        for number in range(self.count):
+            shutil.rmtree(self.folder / f"data-{number}")
+            if backup is not None:
+                own = self._membership(number)
+                await self._etcdctl("snapshot", "restore", str(backup), *own)
+            self._spawn(number)
+        if backup is None:
+            self._password = ""
+        assert await self._are_ready(), self.log(0)
+
+    async def _etcdctl(self, *words: str) -> None:
+        require("etcdctl")
+        env = {**os.environ, "ETCDCTL_API": "3"}
+        command = ["etcdctl", *words]
+        done = await asyncio.to_thread(
+            subprocess.run, command, env=env, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, f"{command}: {done.stderr}"
 
     async def wipe(self) -> None:
         """Delete all keys."""
@@ -167,75 +238,3 @@ class EtcdServers:
         for number, process in enumerate(self.processes):
             if process is not None:
                 await self.kill(number)
-
-
-class Proxy:
-    """Passes bytes on between clients and one endpoint, until told to lose some."""
-
-    def __init__(self, endpoint: str) -> None:
-        self._target = int(endpoint.rpartition(":")[2])
-        self._server: asyncio.Server | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-        self.endpoint = ""
-        self.swallowed = 0
-        self.is_cut = False
-        self.loses: bytes | None = None
-        """The next answer to a request for this path is lost, with its connection."""
-
-    async def start(self) -> None:
-        self._server = await asyncio.start_server(self._accepted, "127.0.0.1", 0)
-        self.endpoint = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-
-    async def stop(self) -> None:
-        if self._server is not None:
-            self._server.close()
-        await self.cut()
-
-    async def cut(self) -> None:
-        """Drop all connections, and take none until it is mended."""
-        self.is_cut = True
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def mend(self) -> None:
-        """Take connections again."""
-        self.is_cut = False
-
-    def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self.is_cut:
-            writer.transport.abort()
-            return
-        task = asyncio.get_running_loop().create_task(self._served(reader, writer))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _served(self, client: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
-        server, forth = await asyncio.open_connection("127.0.0.1", self._target)
-        asked = [b""]
-        ways = [self._passed(client, forth, asked), self._answered(server, back, asked)]
-        tasks = [asyncio.ensure_future(way) for way in ways]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
-            for writer in (back, forth):
-                writer.transport.abort()
-
-    async def _passed(
-        self, client: asyncio.StreamReader, forth: asyncio.StreamWriter, asked: list[bytes]
-    ) -> None:
-        while part := await client.read(65536):
-            asked[0] = part
-            forth.write(part)
-
-    async def _answered(
-        self, server: asyncio.StreamReader, back: asyncio.StreamWriter, asked: list[bytes]
-    ) -> None:
-        while part := await server.read(65536):
-            if self.loses and self.loses in asked[0]:
-                self.loses = None
-                self.swallowed += 1
-                return
-            back.write(part)

@@ -4,7 +4,9 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
+import ssl
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -16,8 +18,10 @@ import aiohttp
 from agentd_fleet.store.etcd_client import EtcdClient
 from agentd_fleet.store.etcd_transport import EtcdCredentials
 from end_to_end.fleet.etcd_server import EtcdServers
+from end_to_end.fleet.network import Proxy
 from support.daemon import AGENTS, BASE, Answer, Daemon, Process, gpus
 from support.fork_server import spawn
+from support.needs import require
 from support.waiting import until
 
 READY_S = 20.0
@@ -30,6 +34,11 @@ PLUGINS = {
     "none": "",
     "pruned": "",
 }
+CONTAINER = "import os, sys; os.execvp('unshare', ['unshare', '--pid', '--mount', '--fork',"
+CONTAINER += " '--mount-proc', '--kill-child', 'sh', '-c', sys.argv[1], sys.executable,"
+CONTAINER += " '-m', 'agentd', *sys.argv[2:]])"
+NO_CGROUPS = 'mount -t tmpfs -o ro none /sys/fs/cgroup && exec "$0" "$@"'
+"""A system container's own processes and cgroups, with the host's boot id and network."""
 FEW_ENDED = BASE.replace("[rpc]", "keep-ended = 2\n[rpc]")
 """Of nodes of kind `pruned`."""
 
@@ -210,6 +219,7 @@ class World:
         self.nodes: dict[str, Daemon] = {}
         self.kinds: dict[str, str] = {}
         self.programs: list[Program] = []
+        self.proxies: list[Proxy] = []
         self.etcd: EtcdServers | None = None
         self.has_own_etcd = False
 
@@ -235,11 +245,48 @@ class World:
             self.kinds[daemon.node] = kind
         return [daemon.node for daemon in daemons]
 
+    async def clone(self, node: str) -> str:
+        """Start a container made from the image of a node, which has joined, as another node.
+
+        Its daemon has that one's id and its publisher that one's state. Takes root.
+        """
+        require("root")
+        name = f"{node}-clone{sum(kind == '' for kind in self.kinds.values())}"
+        folder = self.folder / name[-20:]
+        folder.mkdir()
+        daemon = Daemon(folder, "process")
+        daemon.node = node
+        daemon.program = ("-c", CONTAINER, NO_CGROUPS)
+        daemon.configure(AGENTS + PLUGINS[self.kinds[node]])
+        await daemon.start()
+        shutil.copytree(self.folder / f"install-{node}", self.folder / f"install-{name}")
+        self.nodes[name], self.kinds[name] = daemon, ""
+        return name
+
+    async def proxy(self, target: str, tls: ssl.SSLContext | None = None) -> Proxy:
+        """Start a proxy before an endpoint of etcd, or before a node of this world."""
+        if target in self.nodes:
+            target = f"unix:{self.nodes[target].folder}/agentd.sock"
+        proxy = Proxy(target, tls)
+        await proxy.start()
+        self.proxies.append(proxy)
+        return proxy
+
     @property
     def kept_in(self) -> str:
         """The `[fleet]` table for etcd."""
+        return self.kept_as("")
+
+    def kept_as(self, user: str, password: str = "", fleet: str = "main") -> str:
+        """Return the `[fleet]` table for a user of etcd, whose password is in a file of its own."""
         assert self.etcd is not None
-        return f"[fleet]\netcd = {json.dumps(self.etcd.endpoints)}\n"
+        table = f'[fleet]\nname = "{fleet}"\netcd = {json.dumps(self.etcd.endpoints)}\n'
+        if not user:
+            return table
+        file = self.folder / f"password-{user}"
+        file.touch(0o600)
+        file.write_text(f"{password}\n")
+        return f'{table}etcd-user = "{user}"\netcd-password-file = "{file}"\n'
 
     def join(
         self,
@@ -247,13 +294,15 @@ class World:
         *,
         lease: int = 2,
         kept_in: str = "",
+        url: str = "",
         prefix: tuple[str, ...] = (),
         environ: Mapping[str, str] | None = None,
         deadlines: Mapping[str, float] | None = None,
     ) -> Program:
-        """Start the publisher of a node."""
+        """Start the publisher of a node, or another one; without a URL gateways use its socket."""
         socket = self.nodes[node].folder / "agentd.sock"
-        config = f'{kept_in or self.kept_in}[join]\nsocket = "{socket}"\nurl = "unix:{socket}"\n'
+        config = f'{kept_in or self.kept_in}[join]\nsocket = "{socket}"\n'
+        config += f'url = "{url or f"unix:{socket}"}"\n'
         config += f'lease = {lease}\nstate-dir = "{self.folder}/install-{node}"\n'
         name = f"join-{len(self.programs)}"
         program = Program(self.folder, name, "join", config)
@@ -267,6 +316,7 @@ class World:
         self,
         kept_in: str = "",
         *,
+        prefix: tuple[str, ...] = (),
         environ: Mapping[str, str] | None = None,
         deadlines: Mapping[str, float] | None = None,
         **tables: str,
@@ -274,7 +324,7 @@ class World:
         """Start a gateway, over etcd or over nodes that it follows itself."""
         name = f"gate-{len(self.programs)}"
         program = GatewayProgram(self.folder, name, kept_in or self.kept_in, **tables)
-        program.environ = dict(environ or {})
+        program.prefix, program.environ = prefix, dict(environ or {})
         program.deadlines = dict(deadlines or {})
         self.programs.append(program)
         program.start()
@@ -300,7 +350,13 @@ class World:
     async def close(self) -> None:
         for program in self.programs:
             await program.stop(signal.SIGKILL)
+        for proxy in self.proxies:
+            await proxy.stop()
         if self.etcd is not None and self.has_own_etcd:
             await self.etcd.stop()
         for node, daemon in self.nodes.items():
-            await self.pool.give_back(self.kinds[node], daemon)
+            if self.kinds[node]:
+                await self.pool.give_back(self.kinds[node], daemon)
+            else:  # a clone: its kernels end with its pid namespace
+                await daemon.stop(signal.SIGKILL)
+                daemon.notes.close()

@@ -18,7 +18,8 @@ from agentd_fleet.store.etcd_transport import (
     RevisionsCompacted,
     WatchStream,
 )
-from end_to_end.fleet.etcd_server import EtcdServers, Proxy
+from end_to_end.fleet.etcd_server import EtcdServers
+from end_to_end.fleet.network import Proxy
 
 PROGRESS = "--experimental-watch-progress-notify-interval=100ms"
 

@@ -20,8 +20,8 @@ import pytest
 from agentd_fleet.placement.attempts import PlacementTimeouts
 from agentd_fleet.store.etcd_transport import EtcdRefused, EtcdUnavailable
 from agentd_fleet.store.route import read_route
-from end_to_end.fleet.etcd_server import Proxy
 from end_to_end.fleet.fleet_world import GatewayProgram, World
+from end_to_end.fleet.network import Proxy
 
 SOAK_S = float(os.environ.get("AGENTD_SOAK", "0"))
 CREATES, CALLERS, TROUBLES = (0, 24, 0) if SOAK_S else (60, 3, 6)

@@ -54,11 +54,11 @@ async def use(gateway: GatewayProgram, good: str, **placement: Any) -> None:
 
 async def test_unreadable_node_ends_no_gateway(world: World, stranger: StubNode) -> None:
     (good,) = await world.start_nodes("none")
-    stranger.answers["/v1/slot-types"][0]["kind"] = "colour"
+    stranger.answers["/v1/slot-types"][0]["kind"] = 7
     nodes = f'"unix:{world.nodes[good].folder}/agentd.sock", "unix:{stranger.path}"'
     gateway = world.gateway(f"[fleet]\nnodes = [{nodes}]\n")
     await gateway.until({good: "ready", "n1": "ready"})
-    await until_reason(gateway, "n1", "unreadable: GET /v1/slot-types: Invalid enum value")
+    await until_reason(gateway, "n1", "unreadable: GET /v1/slot-types: Expected `str`")
     await use(gateway, good)
     stranger.answers = copy.deepcopy(NODE_PAGES)
     await until_reason(gateway, "n1", "")

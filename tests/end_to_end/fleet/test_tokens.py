@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
@@ -14,24 +13,12 @@ from aiohttp import web
 from agentd_fleet.store import etcd_transport
 from agentd_fleet.store.etcd_client import EtcdClient
 from agentd_fleet.store.etcd_transport import EtcdCredentials, EtcdRefused, EtcdUnavailable
-from end_to_end.fleet.etcd_server import EtcdServers
+from end_to_end.fleet.etcd_server import EtcdServers, signed
 from end_to_end.fleet.fleet_world import World
 from support.waiting import until
 
 PASSWORD = "secret"  # noqa: S105
 KEY = "/agentd/main/nodes/a"
-
-
-def signed(folder: Path, ttl: str = "10m") -> str:
-    """Make keys for signed tokens, and return etcd's option."""
-    private, public = folder / "private.pem", folder / "public.pem"
-    for command in (
-        ["genrsa", "-out", private],
-        ["rsa", "-in", private, "-pubout", "-out", public],
-    ):
-        subprocess.run(["openssl", *command], check=True, capture_output=True)
-    keys = f"pub-key={public},priv-key={private},sign-method=RS256"
-    return f"--auth-token=jwt,{keys},ttl={ttl}"
 
 
 @pytest.fixture(params=["jwt", "simple"])

@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from agentd.core.access import Caller, Role
-from end_to_end.fleet.etcd_server import Proxy
 from end_to_end.fleet.fleet_world import GatewayProgram, World
+from end_to_end.fleet.network import Proxy
 from support.needs import OLDER, ROOT, require
 from support.waiting import until
 

@@ -20,7 +20,7 @@ from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.reports import KnownNode, NodeReading, SlotTypeReport
 from support.waiting import until
 
-CHIP = SlotTypeReport("tpu.chip", "count", "1")  # type: ignore[arg-type]
+CHIP = SlotTypeReport("tpu.chip", "count", "1")
 
 
 async def opened(file: Path) -> tuple[SqliteStore, FleetState]:
@@ -103,7 +103,7 @@ async def test_forgotten_node_is_not_written_later(
     monkeypatch.setattr(sqlite_store, "RETRY_S", 0.05)
     store, state = await opened(tmp_path / "fleet.sqlite")
     await store.apply_reading("unix:/1", reading("n1", "chip.unit"))
-    store._address_by_node.clear()  # it has moved away
+    await store.apply_reading("unix:/1", NodeReading(node_id="n1", is_down=True, reason="away"))
     node = state.node("n1")
     assert node is not None
     assert await store.forget(node)

@@ -274,6 +274,8 @@ FOLDERS: dict[str, type[AgentdError]] = {
     "ENOENT": InvalidRequest,
     "EACCES": InvalidRequest,
     "ENOMEM": RuntimeUnavailable,
+    "ESTALE": RuntimeUnavailable,
+    "ENOTCONN": RuntimeUnavailable,
     "EIO": StateUnavailable,
 }
 

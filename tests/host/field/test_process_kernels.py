@@ -4,12 +4,14 @@ import asyncio
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from unittest.mock import Mock
 
+import msgspec
 import pytest
 
 from agentd.core.kernel.states import ObservedState
@@ -18,7 +20,7 @@ from agentd.host.cgroups.hierarchies import Cgroup
 from agentd.host.processes import Proc, read_stat
 from agentd.program.boot_id import boot_id
 from agentd.runtimes.process import kernel_processes
-from agentd.runtimes.process.bundle import Bundle
+from agentd.runtimes.process.bundle import Bundle, ShimIdentity
 from agentd.runtimes.process.runtime import ProcessRuntime
 from agentd.services.protocols import LogQuery
 from contracts.test_runtime import NODE, process_runtime
@@ -240,9 +242,55 @@ async def test_unreadable_note_holds_the_child_of_a_killed_shim(bare, folder: Pa
     await after.close()
 
 
+async def open_to_a_group(bare, folder: Path, monkeypatch) -> None:
+    bundle(folder).chmod(0o770)
+
+
+async def on_a_dead_disk(bare, folder: Path, monkeypatch) -> None:
+    failing(monkeypatch, "open", bundle(folder), "EIO")
+
+
+async def removed(bare, folder: Path, monkeypatch) -> None:
+    shutil.rmtree(bundle(folder))
+
+
+@pytest.mark.parametrize("happens", [open_to_a_group, on_a_dead_disk, removed])
+async def test_child_of_a_killed_shim_holds_without_its_bundle(
+    bare, folder: Path, monkeypatch, happens: Callable[..., Awaitable[None]]
+) -> None:
+    await create(bare, "sh", "-c", DAEMONIZED["command ended"][0])
+    child = await printed_pid(bare)
+    note = bundle(folder) / "descendants.json"
+    await until(lambda: note.exists() and f'"pid": {child.pid},' in note.read_text())
+    assert await is_running(bare)
+    await killed(shim(folder))
+    await happens(bare, folder, monkeypatch)
+    assert (await found(bare)).state is ObservedState.RUNNING
+    await killed(child)
+    ended = await bare.find(K1)
+    assert ended is None if happens is removed else ended.state is ObservedState.EXITED
+
+
+@pytest.mark.parametrize("has_cgroup", [False, True])
+@pytest.mark.parametrize("group", ["no cgroups", "no such group"])
+def test_damaged_identity_that_names_init_proves_nothing(
+    folder: Path, group: str, *, has_cgroup: bool
+) -> None:
+    """Its process group, and its descendants, are everybody's."""
+    init = read_stat(1)
+    identity = ShimIdentity(1, init.start_time, "b", 2**31 - 1, 1, has_cgroup, 0.0)
+    bundle(folder).mkdir(parents=True, mode=0o700)
+    (bundle(folder) / "lock").touch(0o600)
+    (bundle(folder) / "identity.json").write_bytes(msgspec.json.encode(identity))
+    cgroup = Cgroup((folder / "pids" / "k1",)) if group == "no such group" else None
+    processes = kernel_processes.KernelProcesses(Bundle(bundle(folder)), cgroup, "b")
+    assert (processes.is_running, processes.members()) == (False, [])
+
+
 LATER_HIERARCHIES: dict[str, tuple[str, ...]] = {
     "as created": ("pids",),
     "memory is writable again": ("memory", "pids"),
+    "another one": ("memory",),
     "none": (),
 }
 

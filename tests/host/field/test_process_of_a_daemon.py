@@ -42,6 +42,7 @@ class First:
         for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM):
             os.kill(os.getpid(), number)
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a test may run under nohup
 main = importlib.import_module(sys.argv.pop(1)).main
 sys.meta_path.insert(0, First())
 main()

@@ -23,7 +23,7 @@ from agentd.host.lookups import MAX_AT_ONCE
 from native.libraries import built
 from support import fork_server
 from support.certificates import certificate
-from support.daemon import BASE, Daemon
+from support.daemon import BASE, READY_TIMEOUT_S, UNITS, Daemon
 from support.host_faults import hung_mount
 from support.waiting import until
 
@@ -58,14 +58,16 @@ role = "read"
 registry-auth = "{folder}/dead/auth.json"
 """,
 )
-QUICK = """
+SLOWNESS = READY_TIMEOUT_S / 30
+"""1, and more on the virtual machine, whose processor is emulated."""
+QUICK = f"""
 import runpy
 from agentd import concurrency
 from agentd.daemon import reload
 from agentd.host import lookups
 from agentd.services import conditions
-concurrency.ANSWER_TIMEOUT_S = lookups.ANSWER_TIMEOUT_S = 0.5
-reload.RETRY_S = conditions.SILENT_PAUSE_S = 0.5
+concurrency.ANSWER_TIMEOUT_S = lookups.ANSWER_TIMEOUT_S = {0.5 * SLOWNESS}
+reload.RETRY_S = conditions.SILENT_PAUSE_S = {0.5 * SLOWNESS}
 runpy.run_module("agentd", run_name="__main__", alter_sys=True)
 """
 WITHOUT_THREADS = """
@@ -79,7 +81,8 @@ threading.Thread.start = start_unless_full
 runpy.run_module("agentd", run_name="__main__", alter_sys=True)
 """
 AGENTS = '[[agents]]\nid = "agent-1"\n[[agents]]\nid = "agent-2"\nuser = "daemon"\n'
-MOST_S = 20
+MOST_S = 20 * SLOWNESS
+RUNTIMES = ("process", *UNITS, "docker")
 SECRETS = {"token": "the-token-of-the-operator", "dead/token": "the-token-of-the-team"}
 
 
@@ -181,12 +184,12 @@ async def serves_a_kernel(daemon: Daemon, kernel_id: str) -> None:
 
 
 @pytest.mark.needs("root", "gcc", "openssl")
-@pytest.mark.parametrize("node", ["process", "docker"], indirect=True)
+@pytest.mark.parametrize("node", RUNTIMES, indirect=True)
 async def test_silent_paths_and_names_hold_up_nothing(node: SilentNode) -> None:
     daemon = node.daemon
     with node.silent():
         await daemon.start(**node.environ)
-        await until(node.reasons, lambda reasons: not node.lacks(reasons))
+        await until(node.reasons, lambda reasons: not node.lacks(reasons), within_s=MOST_S)
         await serves_everything(daemon, "k1")
         refused = await daemon.create("agent-2", **node.silent_members)
         assert (refused.status, refused.json["code"]) == (503, node.silent_code)
@@ -225,11 +228,11 @@ async def test_token_is_revoked_whatever_else_is_silent(node: SilentNode) -> Non
 
 
 @pytest.mark.needs("gcc")
-@pytest.mark.parametrize("node", ["process", "docker"], indirect=True)
+@pytest.mark.parametrize("node", RUNTIMES, indirect=True)
 async def test_groups_of_one_agent_hold_up_no_other(node: SilentNode) -> None:
     """A name that only a directory could answer is not known to be refused."""
     daemon = node.daemon
-    table = "" if daemon.runtime == "docker" else "[runtime.process]\n"
+    table = "" if daemon.runtime == "docker" else f"[runtime.{daemon.runtime}]\n"
     daemon.configure(
         AGENTS.replace('user = "daemon"\n', ""),
         f"""{BASE}{table}

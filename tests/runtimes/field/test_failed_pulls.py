@@ -360,6 +360,39 @@ async def test_cut_or_odd_answer_is_the_engine_s(fake_engine: FakeEngine, line: 
     assert "was interrupted" in str(error)
 
 
+def downloading(current: int) -> bytes:
+    line = {"status": "Downloading", "id": "a", "progressDetail": {"current": current, "total": 99}}
+    return json.dumps(line).encode() + b"\n"
+
+
+@pytest.mark.parametrize("is_repeated", [False, True], ids=["silent", "repeats its last line"])
+async def test_pull_that_stands_still_ends(
+    fake_engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, is_repeated: bool
+) -> None:
+    """An engine with containerd's image store repeats its lines while nothing moves."""
+    monkeypatch.setattr("agentd.runtimes.docker.images.STALL_TIMEOUT_S", 1)
+    sent: list[int] = []
+
+    async def stand_still(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for current in range(30):  # longer than that, but it moves
+            await response.write(downloading(current))
+            sent.append(current)
+            await asyncio.sleep(0.05)
+        while request.transport is not None and not request.transport.is_closing():
+            if is_repeated:
+                await response.write(downloading(sent[-1]))
+            await asyncio.sleep(0.02)
+        return response
+
+    fake_engine.answer = stand_still
+    error = await failure(fake_engine.path, "r.example/x:1")
+    assert isinstance(error, ImageUnavailable)
+    assert str(error) == "image r.example/x:1: its pull made no progress for 1 s"
+    assert len(sent) == 30
+
+
 async def test_long_message_is_judged_fast(fake_engine: FakeEngine) -> None:
     async with asyncio.timeout(5):
         for text in ("manifest for " * 10**5, "status " * 10**5, "/" * 10**6, '"' * 10**6):

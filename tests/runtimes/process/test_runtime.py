@@ -6,6 +6,7 @@ import json
 import os
 import pwd
 import signal
+import subprocess
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -140,13 +141,15 @@ async def test_pid_of_another_boot_proves_nothing(runtime, folder) -> None:
     await create(runtime, "sleep", "1000")
     await runtime.stop(K1, 0)
     (bundle(folder) / "exit.json").unlink()
-    me = read_stat(os.getpid())
-    assert me is not None
-    mine = {"pid": me.pid, "start_time": me.start_time, "has_cgroup": False}
-    (bundle(folder) / "identity.json").write_text(json.dumps(identity(folder) | mine))
-    assert await is_running(runtime)
-    after = process_runtime(folder / "kernels", boot="another-boot")
-    ended = await found(after)
+    with subprocess.Popen(["sleep", "1000"], start_new_session=True) as other:
+        stat = read_stat(other.pid)
+        assert stat is not None
+        its = {"pid": stat.pid, "start_time": stat.start_time, "has_cgroup": False}
+        (bundle(folder) / "identity.json").write_text(json.dumps(identity(folder) | its))
+        assert await is_running(runtime)
+        after = process_runtime(folder / "kernels", boot="another-boot")
+        ended = await found(after)
+        other.kill()
     assert ended.state is ObservedState.EXITED
     assert "the node restarted" in ended.ending.reason
     await after.remove(K1)

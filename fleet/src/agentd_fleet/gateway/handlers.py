@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from datetime import UTC, datetime
 from functools import partial
 from typing import TypeVar
 
@@ -37,7 +39,7 @@ from agentd_fleet.gateway import views
 from agentd_fleet.gateway.lists import FleetLists
 from agentd_fleet.gateway.metrics import GatewayCounts, fleet_metrics
 from agentd_fleet.gateway.proxy import pick_headers, proxy_request, proxy_websocket
-from agentd_fleet.gateway.queries import StatsQuery
+from agentd_fleet.gateway.queries import CordonRequest, StatsQuery
 from agentd_fleet.nodes.calls import NodeAnswer
 from agentd_fleet.placement.backend import FleetBackend
 from agentd_fleet.placement.choice import read
@@ -50,12 +52,14 @@ from agentd_fleet.placement.kernels import (
 )
 from agentd_fleet.placement.placer import Placer
 from agentd_fleet.placement.requests import FleetKernelRequest, to_placement_request
-from agentd_fleet.view.fleet_view import FleetView, NodeStatus
+from agentd_fleet.view.fleet_view import Cordon, FleetView, NodeStatus
 
 log = structlog.get_logger()
 _T = TypeVar("_T")
 
 REVISION_HEADER = "Fleet-Revision"
+APPLY_TIMEOUT_S = 3.0
+"""Seconds in which a gateway sees its own change in the store."""
 
 
 class Gateway(Site):
@@ -107,16 +111,36 @@ class Gateway(Site):
         return self._revision_answer(views.node_view(view, node, caller.agents), view.revision)
 
     async def forget_node(self, request: web.Request) -> web.Response:
-        """Forget a lost node and the routes to it."""
+        """Forget a node that does not report, and the routes to it."""
         caller = caller_of(request)
         node = self._kernels.visible_node(caller, request.match_info["node"])
-        if node.status is not NodeStatus.LOST:
-            reason = f"node {node.node_id} is {node.status.value}, expected lost"
-            raise InvalidRequest([Problem("node", reason)])
-        if not await self._store.forget(node):
-            reason = f"node {node.node_id} has just returned, expected lost"
+        if node.status is NodeStatus.READY or not await self._store.forget(node):
+            reason = f"node {node.node_id} reports or has just returned, expected lost"
             raise InvalidRequest([Problem("node", reason)])
         return web.Response(status=204)
+
+    async def cordon_node(self, request: web.Request) -> web.Response:
+        """Keep new kernels off a node until it is uncordoned; those that run go on."""
+        reason = read_body(CordonRequest, await receive_body(request)).reason
+        caller = caller_of(request)
+        node = self._kernels.visible_node(caller, request.match_info["node"])
+        if node.cordon is not None and reason in ("", node.cordon.reason):
+            return await self.get_node(request)
+        since = node.cordon.since if node.cordon is not None else datetime.now(UTC).isoformat()
+        return await self._set_cordon(request, Cordon(reason, caller.name, since))
+
+    async def uncordon_node(self, request: web.Request) -> web.Response:
+        """Place kernels on a node again."""
+        return await self._set_cordon(request, None)
+
+    async def _set_cordon(self, request: web.Request, cordon: Cordon | None) -> web.Response:
+        """Cordon or uncordon the requested node, and show it once this gateway applies that."""
+        node = self._kernels.visible_node(caller_of(request), request.match_info["node"])
+        await self._store.set_cordon(node.node_id, cordon)
+        with contextlib.suppress(TimeoutError):  # another gateway changed it, too
+            async with asyncio.timeout(APPLY_TIMEOUT_S):
+                await self._state.wait_cordon(node.node_id, cordon)
+        return await self.get_node(request)
 
     async def list_slot_types(self, _: web.Request) -> web.Response:
         """List every slot type that any node ever offered."""

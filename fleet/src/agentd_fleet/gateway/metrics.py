@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from prometheus_client import Metric
 
 PLACED = "placed"
+USABLE = ("ready", "conflicting")
+"""States of a node on which kernels can be created."""
 
 
 class GatewayCounts:
@@ -51,6 +53,13 @@ def fleet_metrics(
     states = ("ready", "daemon-down", "lost", "conflicting", "newer-schema")
     nodes = {(state,): count_by_state[state] for state in states}
     yield gauge("agentd_fleet_nodes", "Nodes by state", ("state",), nodes)
+    usable = {
+        (node.node_id,): view.node_state(node.node_id) in USABLE and not node.unusable_reason
+        for node in view.nodes.values()
+        if caller.agents is None or not caller.agents.isdisjoint(node.offers)
+    }
+    text = "Whether kernels can be created on a node"
+    yield gauge("agentd_fleet_node_usable", text, ("node_id",), usable)
     creates = {(result,): count for result, count in dict(counts.creates).items()}
     text = "Creates through this gateway by result"
     yield counter("agentd_fleet_creates", text, ("result",), creates)

@@ -1,11 +1,18 @@
-"""Query parameters of the gateway's routes as pydantic models."""
+"""Query parameters and bodies of the gateway's routes as pydantic models."""
 
 from __future__ import annotations
 
 from pydantic import Field
 
+from agentd.http.bodies import Body, Text
 from agentd.http.queries import Label, LabelQuery, Query
 from agentd.rpc.queries import DeleteQuery, KernelsQuery, LogsQuery
+
+
+class CordonRequest(Body):
+    """The reason for which new kernels are kept off a node."""
+
+    reason: Text = Field("", max_length=1000, description="Reason, shown with the node.")
 
 
 class KernelQuery(Query):

@@ -17,6 +17,7 @@ from agentd.views import CallerView, SlotTypeView
 from agentd_fleet.gateway import views
 from agentd_fleet.gateway.handlers import Gateway
 from agentd_fleet.gateway.queries import (
+    CordonRequest,
     FleetDeleteQuery,
     FleetKernelsQuery,
     FleetLogsQuery,
@@ -54,6 +55,16 @@ def routes(site: Gateway | type[Gateway]) -> Sequence[Route]:
         get("/v1/nodes", site.list_nodes, list[views.FleetNodeView]),
         get("/v1/nodes/{node}", site.get_node, views.FleetNodeView),
         delete("/v1/nodes/{node}", site.forget_node, right=Right.NODE),
+        post(
+            "/v1/nodes/{node}/cordon",
+            site.cordon_node,
+            views.FleetNodeView,
+            body=CordonRequest,
+            right=Right.NODE,
+        ),
+        post(
+            "/v1/nodes/{node}/uncordon", site.uncordon_node, views.FleetNodeView, right=Right.NODE
+        ),
         get("/v1/slot-types", site.list_slot_types, list[SlotTypeView]),
         delete("/v1/slot-types/{slot}", site.forget_slot_type, right=Right.NODE),
         get("/v1/stats", site.get_stats, views.StatsView, query=StatsQuery),

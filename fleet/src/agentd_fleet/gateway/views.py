@@ -18,7 +18,7 @@ from agentd.views import (
     SlotTypeView,
     SlotUseView,
 )
-from agentd_fleet.view.fleet_view import FleetNode, FleetView, SlotUsage
+from agentd_fleet.view.fleet_view import Cordon, FleetNode, FleetView, SlotUsage
 
 
 class FleetKernelView(KernelView):
@@ -57,8 +57,16 @@ class FleetDeviceView(DeviceView):
     node_id: str
 
 
+class CordonView(TypedDict):
+    """The reason for which an operator keeps new kernels off a node, who, and since when."""
+
+    reason: str
+    by: str
+    since: str
+
+
 class FleetNodeView(TypedDict):
-    """A node as last reported; `reason` says why no kernel is placed on it."""
+    """A node as last reported; `reason` says what keeps creates from it, besides a cordon."""
 
     id: str
     state: Literal["ready", "daemon-down", "lost", "conflicting", "newer-schema"]
@@ -70,6 +78,7 @@ class FleetNodeView(TypedDict):
     generation: int
     seen_at: str
     reason: str
+    cordon: CordonView | None
 
 
 class StatsView(TypedDict):
@@ -104,8 +113,15 @@ def node_view(view: FleetView, node: FleetNode, agents: frozenset[str] | None) -
         "conflicting": sorted(conflicting),
         "generation": node.generation,
         "seen_at": datetime.fromtimestamp(node.seen_at, UTC).isoformat(),
-        "reason": node.exclusion_reason,
+        "reason": node.unusable_reason,
+        "cordon": _cordon_view(node.cordon),
     }
+
+
+def _cordon_view(cordon: Cordon | None) -> CordonView | None:
+    if cordon is None:
+        return None
+    return {"reason": cordon.reason, "by": cordon.by, "since": cordon.since}
 
 
 def usage_views(

@@ -95,9 +95,12 @@ class Publisher:
         self._next_log_at = 0.0
 
     async def set_reading(self, reading: NodeReading) -> None:
-        """Take the node's latest reading."""
-        self._reading = reading
-        self._changed.set()
+        """Take the node's latest reading; without an id, the daemon has never answered."""
+        if reading.node_id:
+            self._reading = reading
+            self._changed.set()
+        else:
+            self._notifier.status(f"not in the fleet: {reading.reason}")
 
     async def run(self) -> None:
         """Publish until cancelled, retrying after every error."""

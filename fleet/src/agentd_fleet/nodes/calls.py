@@ -32,6 +32,7 @@ from agentd.http.connections.admission import enable_keepalive
 from agentd.http.streaming.websocket import MAX_FRAME
 from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import FleetNode, NodeStatus
+from agentd_fleet.view.reports import unreachable_reason
 
 log = structlog.get_logger()
 
@@ -291,8 +292,8 @@ class Nodes:
         Raises:
             NodeNotCalled: the node must not be called.
         """
-        if node.exclusion_reason:
-            raise NodeNotCalled(f"node {node.node_id}: {node.exclusion_reason}")
+        if reason := unreachable_reason(node.url):
+            raise NodeNotCalled(f"node {node.node_id}: {node.exclusion_reason or reason}")
         session, address = self._session(node.url)
         token = {} if node.url.startswith(UNIX) else self._headers
         identity = {**token, CALLER_HEADER: caller.to_text(), NODE_HEADER: node.node_id}

@@ -1,6 +1,7 @@
 """Readings of one node over its API, after every event.
 
-Whatever a node answers concerns that node alone: its reader ends only when it is cancelled.
+Whatever a node answers, or does not, becomes a reading with the reason, and concerns that node
+alone: its reader ends only when it is cancelled.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from agentd_fleet.view.reports import (
     NodeReading,
     parse_node_answer,
     parse_reading,
+    reason_line,
     unreadable_reason,
 )
 
@@ -33,12 +35,14 @@ PAUSE_S, LEAST_S = 0.2, 0.8
 BACKOFF_S = (0.1, 2.0)
 MAX_ANSWER = 16 << 20
 """Maximum bytes of an answer or event of a node."""
+MAX_LOGGED = 8
+"""Maximum different reasons that are logged before the node can be read again."""
 PROBE_PERIOD_S, PROBE_TIMEOUT_S = 1.0, 3.0
 """Seconds between liveness probes, and that a probe may take."""
 
 
 class NodeReader:
-    """Follows one daemon; reports its readings, and when it is unavailable or unreadable.
+    """Follows one daemon; reports its readings, and why it is unavailable or unreadable.
 
     `on_reading` must not raise.
     """
@@ -52,47 +56,51 @@ class NodeReader:
         self._address = address
         self._client = client
         self._on_reading = on_reading
-        self._last_reading: NodeReading | None = None
-        self._logged_reason = ""
+        self._last_reading = NodeReading()
+        self._logged_reasons: set[str] = set()
 
     async def run(self) -> None:
         """Follow until cancelled; the client must be open."""
         loop = asyncio.get_running_loop()
         pause_s, max_pause_s = BACKOFF_S
         while True:
-            read_at, reason = math.inf, ""
+            read_at, is_node, reason = math.inf, False, "unreachable: the event stream ended"
             try:
-                await self._read_node_id()
+                is_node = await self._read_node_id()
                 async with self._client.listening() as events:
                     await self._read()
                     read_at = loop.time()
                     await self._follow(events)
-            except (Unavailable, TimeoutError, OSError):
-                pass
+                is_node = False
+            except (Unavailable, TimeoutError, OSError) as error:
+                reason = reason_line(f"unreachable: {str(error) or 'no answer in time'}")
+                is_node = False
             except Exception as error:  # noqa: BLE001 - a node may answer anything
                 reason = unreadable_reason(error)
             pause_s = min(pause_s * 2, max_pause_s)
             if loop.time() - read_at > max_pause_s:
-                pause_s, self._logged_reason = BACKOFF_S[0], ""
-            await self._report_failure(reason)
+                pause_s = BACKOFF_S[0]
+                self._logged_reasons.clear()
+            await self._report_failure(reason, is_down=not is_node)
             await asyncio.sleep(pause_s)
 
-    async def _read_node_id(self) -> None:
-        """Learn the node's id, so that a node whose other answers cannot be read is listed."""
+    async def _read_node_id(self) -> bool:
+        """Learn the id, so that a node whose other answers cannot be read is listed."""
         node: object = await self._client.node()
         node_id = name_or_empty(node.get("id")) if isinstance(node, dict) else ""
-        if node_id and (self._last_reading is None or self._last_reading.node_id != node_id):
+        if node_id and node_id != self._last_reading.node_id:
             self._last_reading = NodeReading(node_id=node_id, is_down=True)
+        return bool(node_id)
 
-    async def _report_failure(self, reason: str) -> None:
-        """Report that the node is unreadable for this reason, or down without one."""
-        if reason and reason != self._logged_reason:
-            self._logged_reason = reason
-            node_id = "" if self._last_reading is None else self._last_reading.node_id
-            log.warning("node.read_failed", address=self._address, node_id=node_id, reason=reason)
-        if self._last_reading is None:
-            return
-        reading = replace(self._last_reading, is_down=not reason, reason=reason)
+    async def _report_failure(self, reason: str, *, is_down: bool) -> None:
+        """Report that the node does not answer, or cannot be read, and log it once."""
+        reading = replace(self._last_reading, is_down=is_down, reason=reason)
+        if reason not in self._logged_reasons and len(self._logged_reasons) < MAX_LOGGED:
+            self._logged_reasons.add(reason)
+            event = "node.read_failed"
+            if reason.startswith("unreachable: "):
+                event = "node.unreachable"
+            log.warning(event, address=self._address, node_id=reading.node_id, reason=reason)
         if reading != self._last_reading:
             self._last_reading = reading
             await self._on_reading(reading)

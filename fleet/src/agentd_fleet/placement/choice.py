@@ -63,8 +63,8 @@ class RejectionClass(msgspec.Struct, frozen=True):
 MAX_NAMED = 5
 NEWER_SCHEMA = "newer schema"
 """The class of nodes whose reports this gateway cannot read."""
-RUNTIME = "runtime"
-"""The beginning of the classes of nodes whose runtime is unavailable."""
+CORDONED = "cordoned"
+"""The class of nodes that an operator cordoned; the operator's reason follows."""
 NO_IMAGE, IMAGE_NEEDED = "take no image", "require an image"
 """The classes of nodes whose runtime is not the one that the request needs."""
 STATUS_CLASSES = {NodeStatus.NEWER: NEWER_SCHEMA, NodeStatus.LOST: NodeStatus.LOST.value}
@@ -229,10 +229,12 @@ def _agents(node: FleetNode, constraints: Constraints) -> Collection[str]:
 
 def _node_rejection_reason(view: FleetView, node: FleetNode, requested: ResourceSlots) -> str:
     """Return why no agent of a node can serve a request, empty if one can."""
+    if node.cordon is not None:
+        return f"{CORDONED}: {node.cordon.reason}".removesuffix(": ")
     if node.status is not NodeStatus.READY:
         return node.status.value
-    if node.exclusion_reason:
-        return node.exclusion_reason
+    if reason := node.reported_reason:
+        return reason
     conflicting = view.conflicts.get(node.node_id, ())
     for name in requested:
         if name in conflicting:
@@ -243,13 +245,9 @@ def _node_rejection_reason(view: FleetView, node: FleetNode, requested: Resource
 
 
 def _runtime_rejection_reason(node: FleetNode, constraints: Constraints) -> str:
-    """Return why a node's runtime cannot serve a request, empty if it can or is unknown."""
+    """Return why a node's runtime is not the one for a request, empty if it is or is unknown."""
     runtime, has_image = node.runtime, constraints.has_image
-    if runtime is None:
-        return ""
-    if runtime.state == "unavailable":
-        return f"{RUNTIME} {runtime.name} is unavailable"
-    if has_image is None or has_image is (runtime.name == "docker"):
+    if runtime is None or has_image is None or has_image is (runtime.name == "docker"):
         return ""
     return NO_IMAGE if has_image else IMAGE_NEEDED
 

@@ -24,18 +24,18 @@ from agentd.errors import (
     UnsupportedResource,
 )
 from agentd_fleet.placement.choice import (
+    CORDONED,
     IMAGE_NEEDED,
     MAX_NAMED,
     NEWER_SCHEMA,
     NO_IMAGE,
-    RUNTIME,
     Constraints,
     RejectionClass,
     classify_rejections,
 )
-from agentd_fleet.view.fleet_view import FleetView, NodeStatus
+from agentd_fleet.view.fleet_view import RUNTIME, FleetView, NodeStatus
 
-_UNREPORTED = (NodeStatus.LOST, NodeStatus.DAEMON_DOWN, NEWER_SCHEMA, RUNTIME)
+_UNREPORTED = (NodeStatus.LOST, NodeStatus.DAEMON_DOWN, NEWER_SCHEMA, CORDONED, RUNTIME)
 """Beginnings of classes of the view that say nothing about the fleet's resources."""
 _RESOURCES = (InsufficientResource, UnsupportedResource, UnknownAgent, UnknownDevice)
 _ABSENT = (NodeUnavailable, NotReady, Draining)
@@ -76,7 +76,7 @@ def refusal_error(
         return _with_classes(InvalidRequest([Problem("image", reason)], is_local=True), classes)
     others = [row for row in unasked if row not in unfit]
     if not errors and all(row.reason.startswith(_UNREPORTED) for row in others):
-        reason = f"no suitable node answers: {_classes_text(classes)}"
+        reason = f"no suitable node is available: {_classes_text(classes)}"
         return _with_classes(NodeUnavailable(reason), classes)
     slot, free = _scarcest(view, requested, constraints)
     kind = view.slot_types[slot].kind

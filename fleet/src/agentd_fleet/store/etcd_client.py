@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import asyncio
 from base64 import b64decode, b64encode
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import msgspec
 
-from agentd_fleet.store.etcd_transport import EtcdCredentials, EtcdTransport, RevisionsCompacted
+from agentd_fleet.store.etcd_transport import (
+    EtcdCredentials,
+    EtcdTransport,
+    ReadCredentials,
+    RevisionsCompacted,
+)
 
 MAX_CREATED = 100
 """Maximum keys of one transaction; etcd's default is 128 operations."""
@@ -44,11 +49,18 @@ class Change(msgspec.Struct, frozen=True):
 class EtcdClient:
     """A client of one store as one user; each call takes at most `timeout_s` seconds.
 
-    Every method raises `EtcdUnavailable` or `EtcdRefused` if etcd does not do as requested.
+    Every method raises `EtcdUnavailable` or `EtcdRefused` if etcd does not do as requested. If etcd
+    refuses the password or a certificate, `read_again` is awaited for other credentials.
     """
 
-    def __init__(self, credentials: EtcdCredentials, *, timeout_s: float = 3.0) -> None:
-        self._transport = EtcdTransport(credentials, timeout_s)
+    def __init__(
+        self,
+        credentials: EtcdCredentials,
+        *,
+        timeout_s: float = 3.0,
+        read_again: ReadCredentials | None = None,
+    ) -> None:
+        self._transport = EtcdTransport(credentials, timeout_s, read_again)
 
     async def __aenter__(self) -> Self:
         await self._transport.open()
@@ -56,6 +68,10 @@ class EtcdClient:
 
     async def __aexit__(self, *_: object) -> None:
         await self._transport.close()
+
+    def replace_credentials(self, credentials: EtcdCredentials) -> None:
+        """Use other credentials from the next connection and login on."""
+        self._transport.replace_credentials(credentials)
 
     async def get(self, key: str) -> KeyValue | None:
         """Return the key, None if it does not exist."""
@@ -193,13 +209,19 @@ class EtcdClient:
         return int(answer["result"].get("TTL", 0))
 
     async def watch(
-        self, prefix: str, *, after: int, silence_s: float | None = None
+        self,
+        prefix: str,
+        *,
+        after: int,
+        silence_s: float | None = None,
+        on_answer: Callable[[], None] = lambda: None,
     ) -> AsyncGenerator[tuple[list[Change], int], None]:
         """Yield the changes below a prefix since `after`, in order, with the revision they reach.
 
         That revision is the `after` of the next watch; it may come without a change. After
-        `silence_s` seconds of silence the endpoint is probed for life and a leader. Close the
-        iterator (`contextlib.aclosing`) to end the watch.
+        `silence_s` seconds of silence the endpoint is probed for life and a leader. Each answer of
+        etcd, to a probe as well, is reported to `on_answer`. Close the iterator
+        (`contextlib.aclosing`) to end the watch.
 
         Raises:
             EtcdUnavailable: the connection ended, or its endpoint does not answer.
@@ -211,6 +233,7 @@ class EtcdClient:
             if silence_s is not None:
                 stream.keep_alive(silence_s)
             while True:
+                on_answer()
                 try:
                     async with asyncio.timeout(silence_s):
                         message = await stream.next()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from operator import itemgetter
 
 import msgspec
 import structlog
@@ -17,7 +20,7 @@ from agentd.core.names import is_name, quote_untrusted
 from agentd.core.slots import SlotName
 from agentd.errors import AgentdError
 from agentd_fleet.store.etcd_client import EtcdClient, KeyValue
-from agentd_fleet.store.etcd_transport import EtcdRefused, RevisionsCompacted
+from agentd_fleet.store.etcd_transport import RevisionsCompacted
 from agentd_fleet.store.keys import fleet_key, fleet_prefix
 from agentd_fleet.store.route import (
     KernelRoute,
@@ -44,6 +47,10 @@ log = structlog.get_logger()
 
 SILENCE_S = 5.0
 """Seconds of silence after which a watch is probed."""
+STALE_S = 9.0
+"""Seconds without an answer of etcd after which a part is stale: a silence, a probe, and one."""
+LIST_S = (200.0, 300.0)
+"""Range of random seconds after which a part is listed again, although its watch is open."""
 RETRY_S = (0.2, 2.0)
 """Range of random seconds before etcd is called again, which spreads the clients."""
 PARTS = ("slot-types/", "nodes/", "free/", "known/", "cordons/")
@@ -60,18 +67,24 @@ class EtcdStore:
         self._state = state
         self._reports: dict[str, ParsedReport] = {}
         self._free: dict[str, bytes] = {}
-        self._known_ids: set[str] = set()
-        self._cordoned_ids: set[str] = set()
         self._forgotten: dict[str, int] = {}
-        self._unavailable_reasons: dict[str, str] = dict.fromkeys(
-            PARTS, "etcd has not answered yet"
-        )
+        self._hashes: dict[str, dict[str, int]] = {part: {} for part in PARTS}
+        """Hashes of the applied values, by part and name."""
+        self._answered_at = dict.fromkeys(PARTS, -math.inf)
+        self._failures = dict.fromkeys(PARTS, "etcd has not answered yet")
+        """The last error of each part since the last answer about it."""
+        self._is_lost = False
+        self._revision = 0
+        """The latest revision of the store that was seen."""
         self._listed = {part: asyncio.Event() for part in PARTS}
         self._has_unwritten = asyncio.Event()
         self._unreadable: set[tuple[str, int]] = set()
 
     def stale_reason(self) -> str:
-        return next((reason for reason in self._unavailable_reasons.values() if reason), "")
+        part, answered_at = min(self._answered_at.items(), key=itemgetter(1))
+        if time.clock_gettime(time.CLOCK_BOOTTIME) < answered_at + STALE_S:
+            return ""
+        return self._failures[part] or "etcd does not answer"
 
     async def route(self, kernel_id: str) -> StoredRoute | None:
         pair = await self._etcd.get(fleet_key(self._prefix, "routes", kernel_id))
@@ -142,62 +155,78 @@ class EtcdStore:
 
     async def run(self) -> None:
         await run_endless(
-            self._follow(
-                "slot-types/", lambda: self._state.view.slot_types, self._on_slot_type_change
-            ),
-            self._follow("nodes/", lambda: self._reports, self._on_node_change),
-            self._follow("free/", lambda: self._free, self._on_free_change),
+            self._follow("slot-types/", self._on_slot_type_change),
+            self._follow("nodes/", self._on_node_change),
+            self._follow("free/", self._on_free_change),
             self._follow_known(),
-            self._follow("cordons/", lambda: self._cordoned_ids, self._on_cordon_change),
+            self._follow("cordons/", self._on_cordon_change),
             self._write(),
         )
 
     async def _follow_known(self) -> None:
         await self._listed["nodes/"].wait()
-        await self._follow("known/", lambda: self._known_ids, self._on_known_change)
+        await self._follow("known/", self._on_known_change)
 
-    async def _follow(
-        self, part: str, known_names: Callable[[], Iterable[str]], on_change: _OnChange
-    ) -> None:
-        """Read all keys below a part, then follow their changes forever.
+    async def _follow(self, part: str, on_change: _OnChange) -> None:
+        """List the keys below a part and follow their changes, again and again.
 
-        `known_names` returns the names of the keys that this gateway knows.
+        A watch cannot tell what it missed: a store that came back may be older, at any revision.
         """
-        prefix, after = f"{self._prefix}{part}", 0
         while True:
-            try:
-                if not after:
-                    after = await self._list(prefix, known_names(), on_change)
-                self._listed[part].set()
-                self._unavailable_reasons[part] = ""
-                watch = self._etcd.watch(prefix, after=after, silence_s=SILENCE_S)
-                async with contextlib.aclosing(watch) as changes:
-                    async for batch, revision in changes:
-                        self._unavailable_reasons[part] = ""
-                        for change in batch:
-                            name = change.key.removeprefix(prefix)
-                            on_change(name, change.value, change.mod_revision)
-                        after = max(after, revision)
-            except RevisionsCompacted:
-                after = 0
-                continue
-            except AgentdError as error:
-                if not self._unavailable_reasons[part]:
-                    log.warning("store.lost", part=part, reason=str(error))
-                self._unavailable_reasons[part] = str(error)
-                if isinstance(error, EtcdRefused):
-                    after = 0  # a watch that is denied costs a login each time, a list does not
-            await asyncio.sleep(random.uniform(*RETRY_S))  # noqa: S311 - no secret
+            with contextlib.suppress(TimeoutError):
+                try:
+                    async with asyncio.timeout(random.uniform(*LIST_S)):  # noqa: S311 - no secret
+                        await self._list_and_watch(part, on_change)
+                except AgentdError as error:
+                    self._on_failure(part, str(error))
+                    await asyncio.sleep(random.uniform(*RETRY_S))  # noqa: S311 - no secret
 
-    async def _list(self, prefix: str, known_names: Iterable[str], on_change: _OnChange) -> int:
-        """Apply all keys below a prefix, and the end of the others; return their revision."""
+    async def _list_and_watch(self, part: str, on_change: _OnChange) -> None:
+        """Apply all keys below a part and the end of the others, then their changes."""
+        prefix, hashes = f"{self._prefix}{part}", self._hashes[part]
+        previous = self._revision
         pairs, revision = await self._etcd.range(prefix)
+        if revision < previous <= self._revision:
+            self._revision = 0
+            log.warning("store.reverted", revision=revision, previous=previous)
+        self._revision = max(self._revision, revision)
+
+        def apply(name: str, value: bytes | None, revision: int) -> None:
+            if value is None:
+                hashes.pop(name, None)
+            else:
+                hashes[name] = hash(value)
+            on_change(name, value, revision)
+
         pair_by_name = {pair.key.removeprefix(prefix): pair for pair in pairs}
-        for name in set(known_names) - pair_by_name.keys():
-            on_change(name, None, revision)
+        for name in hashes.keys() - pair_by_name.keys():
+            apply(name, None, revision)
         for name, pair in pair_by_name.items():
-            on_change(name, pair.value, pair.mod_revision)
-        return revision
+            if hashes.get(name) != hash(pair.value):
+                apply(name, pair.value, pair.mod_revision)
+        self._listed[part].set()
+        self._has_unwritten.set()
+        on_answer = partial(self._on_answer, part)
+        on_answer()
+        watch = self._etcd.watch(prefix, after=revision, silence_s=SILENCE_S, on_answer=on_answer)
+        async with contextlib.aclosing(watch) as changes:
+            async for batch, reached in changes:
+                self._revision = max(self._revision, reached)
+                for change in batch:
+                    apply(change.key.removeprefix(prefix), change.value, change.mod_revision)
+
+    def _on_answer(self, part: str) -> None:
+        self._answered_at[part] = time.clock_gettime(time.CLOCK_BOOTTIME)
+        self._failures[part] = ""
+        if self._is_lost and not self.stale_reason():
+            self._is_lost = False
+            log.info("store.recovered")
+
+    def _on_failure(self, part: str, reason: str) -> None:
+        self._failures[part] = reason
+        if not self._is_lost and (stale_reason := self.stale_reason()):
+            self._is_lost = True
+            log.warning("store.lost", part=part, reason=stale_reason)
 
     def _on_slot_type_change(self, name: str, value: bytes | None, _: int) -> None:
         self._state.forget_slot_type(name)  # a definition that differs is a new one
@@ -222,7 +251,7 @@ class EtcdStore:
             self._update_node(node_id)
         elif (report := self._reports.pop(node_id, None)) is not None:
             self._write_new(report.node)  # another node may offer the same
-            if node_id in self._forgotten:
+            if node_id in self._forgotten and node_id not in self._hashes["known/"]:
                 self._state.forget(node_id)
                 return
             self._state.mark_lost(node_id, time.time())
@@ -232,20 +261,14 @@ class EtcdStore:
         if not is_name(node_id):
             return
         if value is None:
-            self._known_ids.discard(node_id)
             self._forgotten[node_id] = revision
             if node_id not in self._reports:
                 self._state.forget(node_id)
             return
-        self._known_ids.add(node_id)
         if node_id not in self._reports and not self._is_listed(node_id):
             self._state.update_node(replace(parse_known_node(node_id, value), seen_at=time.time()))
 
     def _on_cordon_change(self, node_id: str, value: bytes | None, _: int) -> None:
-        if value is None:
-            self._cordoned_ids.discard(node_id)
-        else:
-            self._cordoned_ids.add(node_id)
         self._state.set_cordon(node_id, None if value is None else parse_cordon(value))
 
     def _is_listed(self, node_id: str) -> bool:
@@ -301,9 +324,10 @@ class EtcdStore:
                     values.setdefault(f"{self._prefix}slot-types/{slot.name}", (value, node_key))
             try:
                 await self._etcd.create_all(values)
+                reason = ""
             except AgentdError as error:
-                if str(error) != reason:
-                    reason = str(error)
-                    log.warning("slot_type.write_failed", reason=reason)
+                if not reason:
+                    log.warning("slot_type.write_failed", reason=str(error))
+                reason = str(error)
                 await asyncio.sleep(random.uniform(*RETRY_S))  # noqa: S311 - not a secret
                 self._has_unwritten.set()

@@ -36,7 +36,7 @@ _NO_LOGINS = "authentication is not enabled"
 _HTTP_STATUS = {2: 500, 4: 504, 7: 403, 8: 429, 13: 500, 14: 503, 15: 500, 16: 401}
 """The HTTP status by the gRPC code, for streams of etcd 3.6, which lack it; else 400."""
 LOGIN_PAUSE_S = 5.0
-"""Seconds for which a refused login counts for every call: each login costs etcd a bcrypt."""
+"""Seconds for which a refusal counts for every call: each login costs etcd a bcrypt."""
 T = TypeVar("T")
 
 
@@ -80,6 +80,15 @@ class EtcdCredentials(msgspec.Struct, frozen=True):
     user: str = ""
     password: str = ""
     tls: ssl.SSLContext | None = None
+
+    @property
+    def login(self) -> dict[str, str]:
+        """The body of a login."""
+        return {"name": self.user, "password": self.password}
+
+
+ReadCredentials = Callable[[], Awaitable[EtcdCredentials | None]]
+"""Reads the credentials again; None if they are unusable, after it has logged the reason."""
 
 
 class WatchStream:
@@ -130,11 +139,17 @@ class WatchStream:
 class EtcdTransport:
     """Sends calls to the endpoint that answers, with the user's token."""
 
-    def __init__(self, credentials: EtcdCredentials, timeout_s: float) -> None:
+    def __init__(
+        self,
+        credentials: EtcdCredentials,
+        timeout_s: float,
+        read_again: ReadCredentials | None = None,
+    ) -> None:
         self._credentials = credentials
-        self._endpoints = tuple(endpoint.rstrip("/") for endpoint in credentials.endpoints)
+        self._read_again = read_again
+        self._read_at = -math.inf
         self._timeout_s = timeout_s
-        self._preferred = 0
+        self._preferred = ""
         self._token: str | None = None
         """The token of the last login; empty while etcd needs none."""
         self._login = asyncio.Lock()
@@ -145,7 +160,7 @@ class EtcdTransport:
     async def open(self) -> None:
         """Open the session; it must be closed."""
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(ssl=self._credentials.tls or True, limit=0),
+            connector=aiohttp.TCPConnector(limit=0),
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=None),
         )
@@ -155,6 +170,12 @@ class EtcdTransport:
         if self._session is not None:
             await self._session.close()
             self._session = None
+
+    def replace_credentials(self, credentials: EtcdCredentials) -> None:
+        """Use these for each new connection and login; open connections stay as they are."""
+        if credentials.login != self._credentials.login:
+            self._token, self._refusal = None, (-math.inf, "")
+        self._credentials = credentials
 
     async def call(self, path: str, body: Mapping[str, object]) -> tuple[dict[str, Any], bool]:
         """Return the answer, and whether an earlier attempt may have taken effect."""
@@ -182,12 +203,12 @@ class EtcdTransport:
 
     async def _call_endpoints(self, attempt: Callable[[str, str], Awaitable[T]]) -> tuple[T, bool]:
         deadline = asyncio.get_running_loop().time() + self._timeout_s
-        indices = [*range(self._preferred, len(self._endpoints)), *range(self._preferred)]
+        endpoints = [endpoint.rstrip("/") for endpoint in self._credentials.endpoints]
+        endpoints.sort(key=lambda endpoint: endpoint != self._preferred)
         faults = []
         is_repeat = False
-        for attempts, index in enumerate(indices):
-            endpoint = self._endpoints[index]
-            share_s = (deadline - asyncio.get_running_loop().time()) / (len(indices) - attempts)
+        for attempts, endpoint in enumerate(endpoints):
+            share_s = (deadline - asyncio.get_running_loop().time()) / (len(endpoints) - attempts)
             try:
                 async with asyncio.timeout(share_s):
                     answer = await self._as_user(endpoint, attempt)
@@ -198,7 +219,7 @@ class EtcdTransport:
                 faults.append(str(error))
                 is_repeat = is_repeat or not isinstance(error, _NeverSent)
             else:
-                self._preferred = index
+                self._preferred = endpoint
                 return answer, is_repeat
         raise EtcdUnavailable("; ".join(faults))
 
@@ -219,20 +240,36 @@ class EtcdTransport:
         """Log in, unless a concurrent call already has: a login costs etcd a bcrypt."""
         async with self._login:
             if self._token is None or self._token == refused:
-                loop = asyncio.get_running_loop()
                 refused_at, reason = self._refusal
-                if loop.time() < refused_at + LOGIN_PAUSE_S:
+                if asyncio.get_running_loop().time() < refused_at + LOGIN_PAUSE_S:
                     raise EtcdRefused(reason)
-                user = {"name": self._credentials.user, "password": self._credentials.password}
-                try:
-                    answer = await self._post(endpoint, "", "/v3/auth/authenticate", user)
-                except EtcdRefused as error:
-                    if _NO_LOGINS not in str(error):
-                        self._refusal = (loop.time(), str(error))
-                        raise
-                    answer = {}
-                self._token = str(answer.get("token", ""))
+                self._token = await self._log_in(endpoint)
             return self._token
+
+    async def _log_in(self, endpoint: str) -> str:
+        """Log in, and again if the credentials are replaced meanwhile."""
+        answer: dict[str, Any] = {}
+        login: dict[str, str] = {}
+        while login != self._credentials.login:
+            login = self._credentials.login
+            try:
+                answer = await self._post(endpoint, "", "/v3/auth/authenticate", login)
+            except EtcdRefused as error:
+                if _NO_LOGINS in str(error):
+                    return ""
+                await self._read_credentials()
+                if login == self._credentials.login:
+                    self._refusal = (asyncio.get_running_loop().time(), str(error))
+                    raise
+        return str(answer.get("token", ""))
+
+    async def _read_credentials(self) -> None:
+        """Read the credentials again, because etcd refuses them."""
+        now = asyncio.get_running_loop().time()
+        if self._read_again is not None and now >= self._read_at + LOGIN_PAUSE_S:
+            self._read_at = now
+            if (credentials := await self._read_again()) is not None:
+                self.replace_credentials(credentials)
 
     async def _post(
         self, endpoint: str, token: str, path: str, body: Mapping[str, object]
@@ -263,10 +300,15 @@ class EtcdTransport:
         headers = {**_HEADERS, "Authorization": token} if token else _HEADERS
         data = json.dumps(body, separators=(",", ":"))
         try:
-            return await self._session.post(endpoint + path, data=data, headers=headers)
+            tls = self._credentials.tls or True
+            return await self._session.post(endpoint + path, data=data, headers=headers, ssl=tls)
         except aiohttp.ClientConnectorError as error:
+            if isinstance(error, aiohttp.ClientSSLError):
+                await self._read_credentials()
             raise _NeverSent(f"{endpoint}: {error}") from None
         except (aiohttp.ClientError, OSError) as error:
+            if self._credentials.tls is not None:  # TLS 1.3 refuses a certificate afterwards
+                await self._read_credentials()
             raise EtcdUnavailable(f"{endpoint}: {error!r}") from None
 
 

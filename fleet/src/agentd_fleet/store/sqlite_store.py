@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from agentd.errors import StateUnavailable
 from agentd_fleet.nodes.reader import NodeReader
 from agentd_fleet.store.route import KernelRoute, RouteUnreadable, StoredRoute, read_route
 from agentd_fleet.view.fleet_state import FleetState
-from agentd_fleet.view.fleet_view import Cordon, FleetNode
+from agentd_fleet.view.fleet_view import Cordon, FleetNode, NodeStatus
 from agentd_fleet.view.reports import (
     UNREADABLE,
     KnownNode,
@@ -43,6 +44,8 @@ log = structlog.get_logger()
 PAGE_SIZE = 1000
 FIRST_READINGS_S = 4.0
 """Seconds that nodes have for a first report before the others count as the fleet."""
+TAKEOVER_S = 5.0
+"""Seconds that an address is silent before another one can have its node id: as with a lease."""
 _T = TypeVar("_T")
 _SCHEMA = """
 PRAGMA journal_mode = WAL;
@@ -69,13 +72,15 @@ class SqliteStore:
         self._file = file
         self._nodes = nodes
         self._state = state
+        self._readings: dict[str, NodeReading] = {}
+        """The latest reading of each address; without an id, it has never answered."""
+        self._silent_since: dict[str, float] = {}
         self._address_by_node: dict[str, str] = {}
         self._known_values: dict[str, bytes] = {}
         self._unwritten: dict[tuple[str, str], bytes] = {}
         """Values by table and name: what the nodes reported and the file lacks."""
         self._has_unwritten = asyncio.Event()
         self._unreadable: set[tuple[str, int]] = set()
-        self._unread_addresses = {address for address, _ in nodes}
         self._first_readings_until = time.monotonic() + FIRST_READINGS_S
         self._thread = ThreadPoolExecutor(1, "routes")
         self._connection: sqlite3.Connection | None = None
@@ -114,9 +119,11 @@ class SqliteStore:
         self._thread.shutdown()
 
     def stale_reason(self) -> str:
-        if not self._unread_addresses or time.monotonic() > self._first_readings_until:
+        heard = {address for address, reading in self._readings.items() if reading.node_id}
+        unheard = sorted(address for address, _ in self._nodes if address not in heard)
+        if not unheard or (heard and time.monotonic() > self._first_readings_until):
             return ""
-        return f"{', '.join(sorted(self._unread_addresses))} did not answer yet"
+        return f"{', '.join(unheard)} did not answer yet"
 
     async def route(self, kernel_id: str) -> StoredRoute | None:
         query = "SELECT value, revision FROM routes WHERE kernel_id = ?"
@@ -186,12 +193,16 @@ class SqliteStore:
         self._state.set_cordon(node_id, cordon)
 
     async def forget(self, node: FleetNode) -> bool:
-        if self._address_by_node.get(node.node_id) is not None:
+        node_id = node.node_id
+        address = self._address_by_node.get(node_id)
+        if address is not None and address not in self._silent_since:
             return False
-        await self._transact(partial(self._delete_node, node.node_id))
-        self._known_values.pop(node.node_id, None)
-        self._state.set_cordon(node.node_id, None)
-        self._state.forget(node.node_id)
+        await self._transact(partial(self._delete_node, node_id))
+        self._known_values.pop(node_id, None)
+        self._address_by_node.pop(node_id, None)
+        self._state.set_cordon(node_id, None)
+        self._state.forget(node_id)
+        self._apply(node_id)
         return True
 
     def _delete_node(self, node_id: str) -> None:
@@ -215,13 +226,59 @@ class SqliteStore:
             await NodeReader(address, client, on_reading).run()
 
     async def apply_reading(self, address: str, reading: NodeReading) -> None:
-        """Apply a reading of the node at an address."""
+        """Apply a reading of an address, which may be of another node than the one before.
+
+        Every node is listed once, from the first of its addresses that answered, until that has
+        been silent for a while. An address without a node is listed under its own name.
+        """
+        previous = self._readings.get(address, reading)
+        self._readings[address] = reading
+        if not reading.is_down:
+            self._silent_since.pop(address, None)
+        elif address not in self._silent_since:
+            self._silent_since[address] = time.monotonic()
+            asyncio.get_running_loop().call_later(TAKEOVER_S, self._apply, reading.node_id)
+        for node_id in dict.fromkeys((previous.node_id, reading.node_id)):
+            self._apply(node_id, changed=address)
+
+    def _apply(self, node_id: str, changed: str = "") -> None:
+        """Apply the readings of a node's addresses; that of the address `changed` is new."""
+        readings = {a: read for a, read in self._readings.items() if read.node_id == node_id}
+        address = first = self._address_by_node.get(node_id, "")
+        silent_s = time.monotonic() - self._silent_since.get(first, math.inf)
+        if node_id and (first not in readings or silent_s >= TAKEOVER_S):
+            address = next((a for a in readings if a not in self._silent_since), first)
+        if (reading := readings.pop(address, None)) is None:
+            if self._address_by_node.pop(node_id, ""):
+                self._state.mark_lost(node_id, time.time())
+        elif changed == address or address != first:
+            self._update_node(address, reading)
+        if address != first:
+            self._address_by_node[node_id] = address
+            log.info("node.located", node_id=node_id, address=address, previous=first)
+            self._state.forget(address)
+            self._set_reason(self._lost_nodes(address), f"{address} is node {node_id} now")
+        for other, reading in readings.items():
+            is_double = node_id and other not in self._silent_since
+            reason = f"node id {node_id} is taken by {address}" if is_double else reading.reason
+            entry = FleetNode(other, {}, {}, NodeStatus.LOST, other, seen_at=time.time())
+            if self._set_reason(self._lost_nodes(other) or [entry], reason) and is_double:
+                log.error("node.duplicate_id", node_id=node_id, first=address, second=other)
+
+    def _lost_nodes(self, address: str) -> list[FleetNode]:
+        """Return the lost nodes that were last at an address, or the entry of the address."""
+        nodes = self._state.view.nodes.values()
+        return [node for node in nodes if node.url == address and node.status is NodeStatus.LOST]
+
+    def _set_reason(self, nodes: Iterable[FleetNode], reason: str) -> bool:
+        """List nodes with a reason; return whether it is new."""
+        changed = [node for node in nodes if node.exclusion_reason != reason]
+        for node in changed:
+            self._state.update_node(replace(node, exclusion_reason=reason))
+        return bool(changed)
+
+    def _update_node(self, address: str, reading: NodeReading) -> None:
         node_id = reading.node_id
-        self._unread_addresses.discard(address)
-        first = self._address_by_node.setdefault(node_id, address)
-        if first != address:
-            log.error("node.duplicate_id", node_id=node_id, first=first, second=address)
-            return
         report = reading.to_report(install_id="", boot_id="", url=address, labels={})
         report_bytes, free = msgspec.json.encode(report), msgspec.json.encode(reading.free)
         node = with_free(parse_node_report(node_id, report_bytes, seen_at=time.time()), free)

@@ -12,13 +12,16 @@ let seen = null;
 function tiles({ stats, nodes, kinds }) {
   const slots = Object.entries(stats.slots).sort(([one], [other]) => order(one, other));
   const ready = nodes.filter((node) => node.state === "ready").length;
-  const cls = ready === nodes.length ? "good" : "bad";
+  const cls = nodes.every((node) => node.state === "ready" && !node.reason) ? "good" : "bad";
   fill(byId("tiles"), [
     h("li", { cls }, h("strong", {}, String(ready)), ` of ${nodes.length} nodes ready`),
     ...slots.map(([name, use]) => h("li", {},
       h("strong", {}, amount(use.free, kinds.get(name))), ` of ${amount(use.capacity, kinds.get(name))} ${name} free`)),
   ]);
 }
+
+const stateOf = (node) => node.state + (node.cordon ? ", cordoned" : "");
+const isUsable = (node) => node.state === "ready" && !node.cordon && !node.reason;
 
 function card(node, { stats, kinds }) {
   const uses = stats.nodes?.[node.id] ?? {};
@@ -33,7 +36,8 @@ function card(node, { stats, kinds }) {
   const link = h("a", { href: `node/?node=${encodeURIComponent(node.id)}` }, node.id);
   const seenAt = node.state === "ready" ? "" : `, last seen ${age(node.seen_at)} ago`;
   return h("li", { cls: "node", data: { state: node.state } },
-    h("h3", {}, link, h("span", { cls: "state" }, node.state + seenAt)),
+    h("h3", {}, link, h("span", { cls: "state" }, stateOf(node) + seenAt)),
+    node.cordon ? h("p", { cls: "why" }, `cordoned by ${node.cordon.by} ${age(node.cordon.since)} ago: ${node.cordon.reason || "no reason given"}`) : null,
     node.reason ? h("p", { cls: "why" }, node.reason) : null,
     h("table", {}, h("tbody", {}, ...rows)),
     labels.length ? h("p", { cls: "labels" }, labels.join(" · ")) : null);
@@ -43,9 +47,9 @@ function draw() {
   if (!seen) return;
   tiles(seen);
   const words = byId("find").value.toLowerCase().split(/\s+/).filter(Boolean);
-  const text = (node) => JSON.stringify([node.id, node.state, node.labels, Object.keys(node.agents)]).toLowerCase();
+  const text = (node) => JSON.stringify([node.id, stateOf(node), node.labels, Object.keys(node.agents)]).toLowerCase();
   const found = seen.nodes.filter((node) => words.every((word) => text(node).includes(word)));
-  const wrongFirst = (node) => (node.state === "ready" ? 1 : 0);
+  const wrongFirst = (node) => (isUsable(node) ? 1 : 0);
   found.sort((one, other) => wrongFirst(one) - wrongFirst(other) || natural(one.id, other.id));
   fill(byId("nodes"), found.map((node) => card(node, seen)));
   byId("shown").textContent = `${found.length} of ${seen.nodes.length}`;

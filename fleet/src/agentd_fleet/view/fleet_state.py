@@ -33,6 +33,7 @@ class FleetState:
         self._fold_timer: asyncio.TimerHandle | None = None
         self._shorten_callbacks: dict[str, set[Callable[[], None]]] = {}
         self._cordons: dict[str, Cordon] = {}
+        self._cordon_changed = asyncio.Event()
         self._unreachable: dict[str, str] = {}
         self._answered_at: dict[str, float] = {}
 
@@ -74,6 +75,13 @@ class FleetState:
         else:
             self._cordons[node_id] = cordon
         self._apply_again(node_id)
+        self._cordon_changed.set()
+        self._cordon_changed = asyncio.Event()
+
+    async def wait_cordon(self, node_id: str, cordon: Cordon | None) -> None:
+        """Wait until a node has this cordon, or with None none."""
+        while self._cordons.get(node_id) != cordon:
+            await self._cordon_changed.wait()
 
     def set_unreachable(self, node_id: str, reason: str) -> None:
         """Apply why calls of this gateway to a node fail, or with "" that one was answered."""

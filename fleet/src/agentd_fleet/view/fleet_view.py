@@ -33,6 +33,8 @@ class NodeStatus(StrEnum):
 
 
 NO_SLOTS = ResourceSlots()
+RUNTIME = "runtime"
+"""The beginning of the reason of a node whose runtime is unavailable."""
 
 
 class Offer(msgspec.Struct, frozen=True):
@@ -93,6 +95,19 @@ class FleetNode(msgspec.Struct, frozen=True):
     def is_answering(self) -> bool:
         """Whether the node is not known to leave calls unanswered."""
         return self.status is NodeStatus.READY and not self.unreachable
+
+    @property
+    def unusable_reason(self) -> str:
+        """Why no kernel can be created on the node, although it reports; empty if one can."""
+        unreachable = f"unreachable: {self.unreachable}" if self.unreachable else ""
+        return self.reported_reason or unreachable
+
+    @property
+    def reported_reason(self) -> str:
+        """Why no kernel is placed on the node according to its report; empty if one may be."""
+        if not self.exclusion_reason and self.runtime and self.runtime.state == "unavailable":
+            return f"{RUNTIME} {self.runtime.name} is unavailable"
+        return self.exclusion_reason
 
     def has_labels(self, labels: Mapping[str, str]) -> bool:
         """Return whether the node has all of these labels."""

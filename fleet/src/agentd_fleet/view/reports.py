@@ -2,7 +2,8 @@
 
 There are two, since one changes rarely and the other with every kernel: `NodeReport` (capacity) and
 `FreeReport` (free amounts). A node may write anything: one with an unreadable report, or one of a
-newer schema, is listed, and no kernel is placed there.
+newer schema, is listed with the reason, and no kernel is placed there. A value that only newer
+versions know (a state, a kind of slot) leaves the others of its report as they are.
 """
 
 from __future__ import annotations
@@ -48,10 +49,13 @@ NO_CAPACITY_STATES = ("gone", "unhealthy", "withheld")
 
 
 class SlotTypeReport(msgspec.Struct, frozen=True):
-    """A slot type in a report; `quantum` is a plain decimal, in bytes or in wholes."""
+    """A slot type in a report; `quantum` is a plain decimal, in bytes or in wholes.
+
+    A slot of a kind that is not a `SlotKind` is left out, with its amounts.
+    """
 
     name: str
-    kind: SlotKind
+    kind: str
     quantum: str
     exclusive_group: str | None = None
     unit: str = ""
@@ -70,7 +74,7 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     url: str
     labels: dict[str, str] = {}
-    state: NodeStatus = NodeStatus.READY
+    state: str = NodeStatus.READY
     reason: str = ""
     generation: _Generation = 0
     agents: dict[str, dict[str, str]] = {}
@@ -150,11 +154,11 @@ class _ReportHeader(msgspec.Struct, frozen=True):
 class NodeReading(msgspec.Struct, frozen=True, kw_only=True):
     """A reading of a daemon.
 
-    With `is_down` it does not answer, with a `reason` its answers cannot be read. Then the rest is
-    that of the last good reading.
+    With a `reason` its answers cannot be read; with `is_down`, too, no node answers. Then the rest
+    is that of the last good reading, and `node_id` is empty before the first answer.
     """
 
-    node_id: str
+    node_id: str = ""
     version: str = ""
     generation: int = 0
     agents: dict[str, dict[str, str]] = {}
@@ -240,7 +244,7 @@ def parse_reading(node: object, slot_types: object, agents: object, devices: obj
     types = _convert(slot_types, list[SlotTypeReport], "slot-types")
     agent_answers = _convert(agents, list[_AgentAnswer], "agents")
     device_answers = _convert(devices, list[_DeviceAnswer], "devices")
-    kinds = {slot.name: slot.kind for slot in types}
+    kinds = {name: slot.kind for name, slot in _slot_types(tuple(types)).items()}
     offers = {
         member: {
             agent.agent_id: {name: getattr(usage, member) for name, usage in agent.slots.items()}
@@ -292,9 +296,8 @@ def _node_amounts(
     by_agents, by_devices = Counter[str](), Counter[str]()
     for amounts in agents.values():
         for name, amount in amounts.items():
-            if name not in kinds:
-                raise ValueError(f"slot {quote_untrusted(name)} of an agent has no type")
-            by_agents[name] += parse_base_units(amount, kinds[name])
+            if name in kinds:
+                by_agents[name] += parse_base_units(amount, kinds[name])
     for device in devices:
         if not device.agents or device.state in NO_CAPACITY_STATES:
             continue
@@ -333,12 +336,12 @@ def parse_node_report(node_id: str, report: bytes, *, seen_at: float) -> ParsedR
 def with_free(published: ParsedReport, free: bytes | None) -> FleetNode:
     """Return a node with its reported free amounts."""
     node = published.node
-    if free is None or node.exclusion_reason:
+    if free is None:
         return node
     try:
         return _with_free(published, msgspec.json.decode(free, type=FreeReport))
     except UNREADABLE as error:
-        return replace(node, exclusion_reason=unreadable_reason(error))
+        return replace(node, exclusion_reason=node.exclusion_reason or unreadable_reason(error))
 
 
 def _with_free(published: ParsedReport, free: FreeReport) -> FleetNode:
@@ -357,10 +360,15 @@ def _with_free(published: ParsedReport, free: FreeReport) -> FleetNode:
 
 
 def unreadable_reason(error: Exception) -> str:
-    """Return the reason of a node that cannot be read: one line of limited length."""
+    """Return the reason of a node that cannot be read."""
     text = str(error) if isinstance(error, (AgentdError, *UNREADABLE)) else repr(error)
-    line = " ".join(f"unreadable: {text}".split())[:MAX_REASON]
-    return line.encode(errors="backslashreplace").decode()
+    return reason_line(f"unreadable: {text}")
+
+
+def reason_line(text: str) -> str:
+    """Return a node's text as one printable line of limited length."""
+    line = " ".join(text.split())[:MAX_REASON]
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)[:MAX_REASON]
 
 
 def _unreadable_node(node_id: str, remark: str, *, seen_at: float, url: str = "") -> ParsedReport:
@@ -373,6 +381,11 @@ def _parse_report(node_id: str, report: NodeReport, seen_at: float) -> FleetNode
     if invalid := [agent for agent in report.agents if not is_name(agent)]:
         raise ValueError(f"invalid agent id {quote_untrusted(invalid[0])}")
     types = _slot_types(tuple(report.slot_types))
+    status, reason = NodeStatus.READY, report.reason
+    if report.state in [*NodeStatus]:
+        status = NodeStatus(report.state)
+    elif not reason:
+        reason = f"unreadable: unknown state {quote_untrusted(report.state)}"
     return FleetNode(
         node_id=node_id,
         slot_types=types,
@@ -380,12 +393,12 @@ def _parse_report(node_id: str, report: NodeReport, seen_at: float) -> FleetNode
             agent: Offer(_parse_slots(amounts, types), NO_SLOTS)
             for agent, amounts in report.agents.items()
         },
-        status=report.state,
+        status=status,
         url=report.url,
         labels=report.labels,
         generation=report.generation,
         seen_at=seen_at,
-        exclusion_reason=report.reason[:MAX_REASON] or unreachable_reason(report.url),
+        exclusion_reason=reason_line(reason) or unreachable_reason(report.url),
         models={agent: frozenset(names) for agent, names in report.models.items()},
         runtime=report.runtime,
     )
@@ -393,10 +406,14 @@ def _parse_report(node_id: str, report: NodeReport, seen_at: float) -> FleetNode
 
 @lru_cache(maxsize=256)
 def _slot_types(reports: tuple[SlotTypeReport, ...]) -> Mapping[SlotName, SlotType]:
-    """Return slot types by name; nodes of one kind share one mapping."""
+    """Return slot types by name, without those of an unknown kind.
+
+    Nodes with the same types share one mapping.
+    """
     if len(reports) > MAX_SLOT_TYPES:
         raise ValueError(f"{len(reports)} slot types exceed the limit of {MAX_SLOT_TYPES}")
-    return MappingProxyType({report.name: parse_slot_type(report) for report in reports})
+    known = [report for report in reports if report.kind in [*SlotKind]]
+    return MappingProxyType({report.name: parse_slot_type(report) for report in known})
 
 
 def unreachable_reason(url: str) -> str:
@@ -437,12 +454,11 @@ def parse_slot_type(item: SlotTypeReport) -> SlotType:
         raise ValueError(f"invalid slot name {item.name[:MAX_SLOT_NAME]!r}")
     if len(item.unit + (item.exclusive_group or "") + (item.primary or "")) > 3 * MAX_SLOT_NAME:
         raise ValueError(f"too long a unit, group or primary slot of {item.name}")
-    quantum = parse_base_units(item.quantum, item.kind)
+    kind = SlotKind(item.kind)
+    quantum = parse_base_units(item.quantum, kind)
     if quantum < 1:
         raise ValueError(f"invalid quantum of {item.name}: {item.quantum}")
-    return SlotType(
-        item.name, item.kind, quantum, item.exclusive_group, item.unit, primary=item.primary
-    )
+    return SlotType(item.name, kind, quantum, item.exclusive_group, item.unit, primary=item.primary)
 
 
 def slot_type_report(slot: SlotType) -> SlotTypeReport:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -30,9 +32,17 @@ from agentd.cli.agentctl.options import (
 )
 from agentd.cli.output import client_command, is_table, print_answer, print_data
 from agentd.client import Client
-from agentd.errors import AgentdError, InsufficientResource
+from agentd.errors import (
+    AgentdError,
+    AnswerLost,
+    InsufficientResource,
+    OutcomeUnknown,
+    Unavailable,
+)
 
 _POLL_S = 0.25
+RECONNECT_TIMEOUT_S, HELD_S = 15.0, 5.0
+"""Seconds that a create is repeated without an answer, after an attempt that held less long."""
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 _KERNEL_OPTIONS: Sequence[Callable[[_F], _F]] = (
@@ -176,14 +186,50 @@ def with_progress(
     create: Callable[[Mapping[str, Any]], Mapping[str, Any]],
 ) -> Mapping[str, Any]:
     """Create a kernel; show its state and its pull on a terminal meanwhile."""
-    if not sys.stderr.isatty():
-        return create(body)
     named = {"kernel_id": f"k-{uuid.uuid4().hex[:12]}", **body}
+    if not sys.stderr.isatty():
+        return _create_repeatedly(create, named)
     with ThreadPoolExecutor(1) as pool:
-        creating = pool.submit(create, named)
+        creating = pool.submit(_create_repeatedly, create, named)
         if not wait([creating], _POLL_S).done:
             _show_pull(client, named["kernel_id"], creating)
         return creating.result()
+
+
+def _create_repeatedly(
+    create: Callable[[Mapping[str, Any]], Mapping[str, Any]], body: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Create a kernel; a create whose answer is lost is repeated, which returns its kernel.
+
+    Raises:
+        AgentdError: it was refused, was never sent, or its outcome stayed unknown.
+    """
+    deadline = math.inf
+    while True:
+        began = time.monotonic()
+        try:
+            return create(body)
+        except Unavailable as error:
+            if deadline == math.inf and not isinstance(error, (AnswerLost, OutcomeUnknown)):
+                raise
+            deadline = create_deadline(deadline, began)
+            if time.monotonic() > deadline:
+                name = body["kernel_id"]
+                text = f"{error}; kernel {name} may exist: repeat the command with --id {name}"
+                error.args = (text,)
+                error.content = {**error.content, "detail": text, "kernel_id": name}
+                raise
+        time.sleep(_POLL_S)
+
+
+def create_deadline(deadline: float, began: float) -> float:
+    """Return until when a create is repeated, after an attempt that was not answered.
+
+    A connection that held for a while was cut by a balancer, as the next one will be.
+    """
+    now = time.monotonic()
+    end = now + RECONNECT_TIMEOUT_S
+    return end if now - began > HELD_S else min(deadline, end)
 
 
 def _show_pull(client: Client, kernel_id: str, creating: Future[Any]) -> None:

@@ -11,8 +11,9 @@ import sys
 import termios
 import threading
 import tty
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, BinaryIO
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -20,7 +21,9 @@ from agentd.cli.agentctl import completion
 from agentd.cli.agentctl.options import pairs
 from agentd.client import Client
 from agentd.client.defaults import CHUNK
+from agentd.concurrency import start_call
 from agentd.core.kernel.exec_spec import STDERR
+from agentd.errors import AgentdError, Unreachable
 from agentd.program.exit_status import ExitStatus
 
 if TYPE_CHECKING:
@@ -82,7 +85,8 @@ async def _run_exec(
         with _raw_mode() if is_raw else contextlib.nullcontext():
             exec_task = asyncio.current_task()
             assert exec_task is not None  # noqa: S101 - it is one
-            signals = _forward_signals(running, exec_task, is_terminal=is_terminal)
+            is_served = partial(_is_served, client, kernel, running)
+            signals = _forward_signals(running, exec_task, is_served, is_terminal=is_terminal)
             tasks = [asyncio.create_task(signals)]
             if is_interactive:
                 tasks.append(asyncio.create_task(_forward_input(running)))
@@ -90,17 +94,19 @@ async def _run_exec(
                 await running.close_input()
             try:
                 async for stream, data in running:
-                    output = sys.stderr.buffer if stream == STDERR else sys.stdout.buffer
-                    await asyncio.to_thread(_write_output, output, data)
+                    output = sys.stderr if stream == STDERR else sys.stdout
+                    write = start_call("the output", partial(_write_all, output.fileno(), data))
+                    await asyncio.wrap_future(write)
             finally:
                 for task in tasks:
                     task.cancel()
     return running.exit_code or 0
 
 
-def _write_output(output: BinaryIO, data: bytes) -> None:
-    output.write(data)
-    output.flush()
+def _write_all(descriptor: int, data: bytes) -> None:
+    """Write output in a thread that no end waits for: its reader may never come."""
+    while data:
+        data = data[os.write(descriptor, data) :]
 
 
 @contextlib.contextmanager
@@ -134,7 +140,11 @@ async def _forward_input(running: Execution) -> None:
 
 
 async def _forward_signals(
-    running: Execution, exec_task: asyncio.Task[int], *, is_terminal: bool
+    running: Execution,
+    exec_task: asyncio.Task[int],
+    is_served: Callable[[], Awaitable[bool]],
+    *,
+    is_terminal: bool,
 ) -> None:
     """Forward the terminal's size and signals.
 
@@ -156,12 +166,33 @@ async def _forward_signals(
             if name != "WINCH":
                 await running.send_signal(name)
                 if name in ENDING_SIGNALS:
-                    checks.create_task(_cancel_unless_served(running, exec_task))
+                    checks.create_task(_cancel_unless(is_served, exec_task))
             elif is_terminal and sys.stdout.isatty():
                 size = shutil.get_terminal_size()
                 await running.resize(size.columns, size.lines)
 
 
-async def _cancel_unless_served(running: Execution, exec_task: asyncio.Task[int]) -> None:
-    if not await running.is_served(RESPONSE_TIMEOUT_S):
+async def _cancel_unless(
+    is_served: Callable[[], Awaitable[bool]], exec_task: asyncio.Task[int]
+) -> None:
+    if not await is_served():
         exec_task.cancel()
+
+
+async def _is_served(client: AsyncClient, kernel: str, running: Execution) -> bool:
+    """Return whether the daemon gives a sign of life.
+
+    No frame is read while the caller does not take the output; then the daemon is asked.
+    """
+    if await running.has_frame(RESPONSE_TIMEOUT_S):
+        return True
+    if running.is_reading:
+        return False
+    try:
+        async with asyncio.timeout(RESPONSE_TIMEOUT_S):
+            await client.kernel(kernel)
+    except AgentdError as refusal:
+        return not isinstance(refusal, Unreachable)
+    except TimeoutError:
+        return False
+    return True

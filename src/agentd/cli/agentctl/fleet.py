@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import uuid
 from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Any
@@ -43,6 +42,7 @@ from agentd.views import KernelUseView
 GATEWAY = "unix:/run/agentd-fleet/gateway.sock"
 _KERNEL_COLUMNS = ["kernel", "node", *KERNEL_COLUMNS[1:]]
 _NODE_COLUMNS = ["node", "state", "agents", "free", "labels", "age", "reason"]
+_WIDE_NODE_COLUMNS = ["url", "generation", "conflicting", "seen_at", "cordon"]
 _DEFAULTS = {"allocation": {}, "degraded": [], "reason": ""}
 
 
@@ -73,12 +73,7 @@ def nodes(context: click.Context) -> None:
     """
     if context.invoked_subcommand is not None:
         return
-    print_answer(
-        _list_nodes(context.obj),
-        _NODE_COLUMNS,
-        _node_row,
-        wide=["url", "generation", "conflicting", "seen_at"],
-    )
+    print_answer(_list_nodes(context.obj), _NODE_COLUMNS, _node_row, wide=_WIDE_NODE_COLUMNS)
 
 
 def _list_nodes(client: Client) -> list[dict[str, Any]]:
@@ -104,9 +99,14 @@ def _node_row(row: Mapping[str, Any]) -> dict[str, Any]:
     from agentd.cli.tables import format_age
 
     free = {agent: _free_text(slots) for agent, slots in row["agents"].items()}
+    cordon = row.get("cordon") or {}
+    reasons = (row["reason"], cordon.get("reason"))
     return {
         **row,
         "node": row["id"],
+        "state": f"{row['state']},cordoned" if cordon else row["state"],
+        "reason": "; ".join(reason for reason in reasons if reason),
+        "cordon": cordon and f"by {cordon['by']}, {format_age(cordon['since'])} ago",
         "agents": list(row["agents"]),
         "free": [f"{agent}: {text}" for agent, text in free.items() if text],
         "age": format_age(row["seen_at"]),
@@ -118,6 +118,30 @@ def _free_text(slots: Mapping[str, Mapping[str, str]]) -> str:
 
     parts = [f"{name}={human_amount(name, use['free'])}" for name, use in slots.items()]
     return " ".join(part for part in parts if not part.endswith("=0"))
+
+
+@nodes.command("cordon")
+@click.argument("node")
+@click.option("--reason", default="", help="Reason, shown with the node.")
+@client_command
+def cordon_node(client: Client, node: str, reason: str) -> None:
+    """Keep new kernels off a node.
+
+    Its kernels run on. Undo with "agentctl fleet nodes uncordon".
+    """
+    _print_node(client.execute(Call("POST", api_path("nodes", node, "cordon"), {"reason": reason})))
+
+
+@nodes.command("uncordon")
+@click.argument("node")
+@client_command
+def uncordon_node(client: Client, node: str) -> None:
+    """Place kernels on a cordoned node again."""
+    _print_node(client.execute(Call("POST", api_path("nodes", node, "uncordon"))))
+
+
+def _print_node(node: Mapping[str, Any]) -> None:
+    print_answer(node, _NODE_COLUMNS, _node_row, wide=_WIDE_NODE_COLUMNS)
 
 
 @nodes.command("forget")
@@ -197,7 +221,6 @@ def create(client: Client, /, **options: Any) -> None:
         "policy": options["policy"],
     }
     body = kernel_body(options) | {"placement": {k: v for k, v in placement.items() if v}}
-    body = {"kernel_id": f"k-{uuid.uuid4().hex[:12]}", **body}
     is_dry, headers = options["dry_run"], {"Prefer": "respond-async"}
 
     def create_placed(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,8 @@ import click
 
 from agentd.cli.agentctl import completion
 from agentd.cli.agentctl.create import (
+    RECONNECT_TIMEOUT_S,
+    create_deadline,
     explaining_refusal,
     kernel_body,
     kernel_options,
@@ -43,8 +45,6 @@ SIGNALLED = 128
 """Added to the number of a signal, as a shell does."""
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PAUSE_S = 0.2
-RECONNECT_TIMEOUT_S = 15.0
-"""Seconds that a create is repeated without an answer, and that a signal waits for its outcome."""
 RUN_LABEL = "agentctl.run"
 """Label with a random number for each run, so that no other run's create is the same request."""
 _Event: TypeAlias = "signal.Signals | KernelView | AgentdError"
@@ -191,6 +191,7 @@ class Run:
         """
         end = math.inf
         while True:
+            began = time.monotonic()
             try:
                 if not self._signalled.is_set():
                     self._client.create_kernel(self._agent, self._body)
@@ -199,7 +200,7 @@ class Run:
                     return
             except Unavailable as error:
                 pause_s = error.retry_after_s if error.content else 0
-                end = min(end, time.monotonic() + RECONNECT_TIMEOUT_S)
+                end = create_deadline(end, began)
                 if time.monotonic() + pause_s > end:
                     raise
                 self._signalled.wait(pause_s)

@@ -1,10 +1,12 @@
 """Image pulls: one at a time for each image, shared by all creates that wait for it.
 
 The engine stops a pull when its client disconnects, so a pull without waiting creates is cancelled.
+So is one that stands still: its registry, or the engine, would hold its creates for ever.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from base64 import urlsafe_b64encode
@@ -18,7 +20,7 @@ import msgspec
 import structlog
 
 from agentd.core.kernel.states import Pull
-from agentd.errors import RuntimeUnavailable
+from agentd.errors import ImageUnavailable, RuntimeUnavailable
 from agentd.runtimes.docker.docker_client import DockerClient
 from agentd.runtimes.docker.docker_errors import (
     DockerError,
@@ -34,6 +36,8 @@ log = structlog.get_logger()
 _DONE_STATUSES = ("Download complete", "Pull complete", "Already exists")
 _COMPLETE_PREFIX = "Status: "
 """Prefix of the last line of a complete pull."""
+STALL_TIMEOUT_S = 1800.0
+"""Seconds without progress that end a pull; an engine is silent while it unpacks a large layer."""
 _PAUSE_S = 0.2
 """Seconds between two progress reports."""
 
@@ -78,12 +82,19 @@ class Images:
     async def _pull(self, key: _Key) -> None:
         image = key[0]
         layers: dict[str, Pull] = {}
-        quiet_until = 0.0
+        last_lines: dict[str, dict[str, Any]] = {}
+        quiet_until, loop = 0.0, asyncio.get_running_loop()
         log.info("image.pull_started", image=image)
         try:
             is_complete = False
-            async with aclosing(self._read_progress(*key)) as lines:
+            async with (
+                asyncio.timeout(STALL_TIMEOUT_S) as deadline,
+                aclosing(self._read_progress(*key)) as lines,
+            ):
                 async for line in lines:
+                    if line != last_lines.get(layer := str(line.get("id"))):  # not a repetition
+                        last_lines[layer] = line
+                        deadline.reschedule(loop.time() + STALL_TIMEOUT_S)
                     if failure := _parse_failure(line):
                         raise translate_failed_pull(image, *failure)
                     is_complete |= str(line.get("status")).startswith(_COMPLETE_PREFIX)
@@ -96,6 +107,9 @@ class Images:
             raise translate_failed_pull(image, error.detail, error.status) from error
         except DockerUnreachable as error:
             raise RuntimeUnavailable(str(error)) from error
+        except TimeoutError as error:
+            reason = f"its pull made no progress for {STALL_TIMEOUT_S:g} s"
+            raise ImageUnavailable(f"image {image}: {reason}") from error
         except (DockerResponseLost, OSError, ValueError) as error:
             raise RuntimeUnavailable(f"the pull of {image} was interrupted: {error}") from error
         log.info("image.pulled", image=image)

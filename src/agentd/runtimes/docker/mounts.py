@@ -9,7 +9,6 @@ which no untrusted user may replace files.
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 from collections import Counter
@@ -21,12 +20,10 @@ import msgspec
 
 from agentd.core.kernel.edits import ContainerEdits, Mount
 from agentd.errors import AgentdError, InvalidRequest, Problem, RuntimeFailure, RuntimeUnavailable
+from agentd.os_errors import ABSENT_PATH, UNUSABLE_PATH, ending_process_as_gone
 from agentd.procfs import read_lines
 
 _OCTAL = re.compile(r"\\([0-7]{3})")
-_ABSENT = (errno.ENOENT, errno.ENOTDIR)
-_UNUSABLE = (*_ABSENT, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG)
-"""Errors of a path that stay until its files are changed; others are its file system's."""
 MAX_LINKS = 40
 """Links that Linux follows in a path (path_resolution(7))."""
 
@@ -56,9 +53,9 @@ def resolve_sources(mounts: Sequence[Mount], allowed: Sequence[Path]) -> list[Mo
             if _is_below(_real_path(mount.source, folders, kinds), folders):
                 source = _resolve_source(mount.source)
         except OSError as error:
-            if error.errno in _ABSENT:
+            if error.errno in ABSENT_PATH:
                 problems.append(Problem(member, f"{mount.source} does not exist"))
-            elif error.errno in _UNUSABLE:
+            elif error.errno in UNUSABLE_PATH:
                 reason = f"agentd cannot open {mount.source}: {error.strerror}"
                 problems.append(Problem(member, reason))
             else:
@@ -132,7 +129,7 @@ def refuse_missing(edits: ContainerEdits) -> None:
         try:
             _resolve_source(path)
         except OSError as error:
-            if error.errno in _ABSENT:
+            if error.errno in ABSENT_PATH:
                 reason = f"missing on this node: {path}, required by the devices"
                 raise RuntimeFailure(reason) from None
 
@@ -201,7 +198,7 @@ def _difference(mount: Mount, source: MountSource) -> AgentdError | None:
         if _resolve_source(mount.source) == source:
             return None
     except OSError as error:
-        if error.errno not in _UNUSABLE:
+        if error.errno not in UNUSABLE_PATH:
             return _failure_error(mount, error)
     return _replaced_error(mount)
 
@@ -216,12 +213,8 @@ def _read_mount_points(pid: int) -> Iterator[tuple[str, tuple[int, int]]]:
     Raises:
         FileNotFoundError, ProcessLookupError: the process has ended.
     """
-    try:
+    with ending_process_as_gone():
         lines = read_lines(f"/proc/{pid}/mountinfo")
-    except OSError as error:
-        if error.errno == errno.EINVAL:  # the process is ending and has lost its mounts
-            raise ProcessLookupError(pid) from error
-        raise
     for line in lines:
         point = _unescape(line.split(" ")[4])
         try:

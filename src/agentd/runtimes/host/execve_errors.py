@@ -6,20 +6,9 @@ import errno
 
 from agentd.core.names import quote_untrusted
 from agentd.errors import CommandNotFound, InvalidRequest, Problem, RequestError
-from agentd.os_errors import OsErrorKind, os_error_kind
+from agentd.os_errors import UNUSABLE_PATH, can_pass
 
-_NOT_FOUND = frozenset(
-    {
-        errno.ENOENT,
-        errno.ENOTDIR,
-        errno.ENAMETOOLONG,
-        errno.ELOOP,
-        errno.EACCES,
-        errno.ENOEXEC,
-        errno.EISDIR,
-        errno.ELIBBAD,
-    }
-)
+_NOT_FOUND = UNUSABLE_PATH | {errno.ENOEXEC, errno.EISDIR, errno.ELIBBAD}
 
 
 def command_refusal(command: str, number: int, reason: str) -> RequestError | None:
@@ -33,6 +22,6 @@ def command_refusal(command: str, number: int, reason: str) -> RequestError | No
 
 def folder_refusal(folder: str | None, number: int, reason: str) -> RequestError | None:
     """Return the refusal of a working directory, None if the host lacks something."""
-    if os_error_kind(OSError(number, reason)) in (OsErrorKind.PASSING, OsErrorKind.DISK):
+    if can_pass(OSError(number, reason)):
         return None
     return InvalidRequest([Problem("working_dir", f"{folder!r}: {reason}")])

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import msgspec
 
 from agentd.errors import NotReady, Problem
-from agentd.host.name_service import refuse_unanswered
+from agentd.host.name_service import refuse_incomplete, refuse_unanswered
 
 
 class UserAccount(msgspec.Struct, frozen=True):
@@ -80,4 +80,5 @@ def find_account(user: str) -> UserAccount | None:
     except ValueError:
         return None
     groups = os.getgrouplist(entry.pw_name, entry.pw_gid)
+    refuse_incomplete()  # a failure leaves the primary group alone (getgrouplist(3))
     return UserAccount(entry.pw_name, entry.pw_uid, entry.pw_gid, tuple(groups))

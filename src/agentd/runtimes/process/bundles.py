@@ -25,8 +25,8 @@ from agentd.host.cgroups.hierarchies import Cgroup, Cgroups
 from agentd.host.cgroups.usage import CgroupCounters
 from agentd.os_errors import os_error_as_refusal
 from agentd.runtimes.host.private_folder import TRASH, Unreadable, list_names
-from agentd.runtimes.process.bundle import Bundle, ShimIdentity
-from agentd.runtimes.process.kernel_processes import KernelProcesses
+from agentd.runtimes.process.bundle import Bundle
+from agentd.runtimes.process.kernel_processes import KernelProcesses, LifeProof
 from agentd.runtimes.process.shim import SHIM_BYTE
 
 log = structlog.get_logger()
@@ -39,14 +39,14 @@ AGENT, DEVICES = "agent", "devices"
 class Bundles(msgspec.Struct, frozen=True):
     """The bundles in a folder, and this node's cgroups in the current boot.
 
-    `identities` are those by which kernels were last proved to live.
+    `proofs` are the last ones that kernels lived.
     """
 
     folder: Path
     node_id: str
     boot_id: str
     cgroups: Cgroups | None
-    identities: dict[str, ShimIdentity] = {}
+    proofs: dict[str, LifeProof] = {}
 
     def bundle(self, kernel_id: str) -> Bundle:
         """Return a kernel's bundle, which need not exist."""
@@ -65,7 +65,7 @@ class Bundles(msgspec.Struct, frozen=True):
 
     def _inspect(self, bundle: Bundle, kernel_id: str) -> KernelProcesses:
         """Inspect a kernel whose bundle may be set aside."""
-        last = self.identities.get(kernel_id)
+        last = self.proofs.get(kernel_id)
         return KernelProcesses(bundle, self.cgroup(kernel_id), self.boot_id, last)
 
     def counters(self, kernel_id: str) -> CgroupCounters:
@@ -77,7 +77,7 @@ class Bundles(msgspec.Struct, frozen=True):
     def list_kernels(self) -> Listing:
         """Return every kernel, and the remains of others."""
         names = {name for name in list_names(self.folder) if is_name(name)}
-        names |= self._kernel_cgroups().keys() | self.identities.keys()
+        names |= self._kernel_cgroups().keys() | self.proofs.keys()
         observed = [self.observe(name) for name in sorted(names)]
         kernels = tuple(item for item in observed if item is not None)
         proved_ids = {i.kernel_id for i in kernels if i.handle or not i.is_unreadable}
@@ -122,10 +122,10 @@ class Bundles(msgspec.Struct, frozen=True):
         if not is_own and not processes.has_cgroup_members:
             return None  # otherwise its cgroup proves it
         if not (is_bundle or is_alive):
-            self.identities.pop(kernel_id, None)
+            self.proofs.pop(kernel_id, None)
             return None
-        if is_alive and (identity := processes.proved_identity()) is not None:
-            self.identities[kernel_id] = identity
+        if is_alive and (proof := processes.life_proof()) is not None:
+            self.proofs[kernel_id] = proof
         handle = processes.handle()
         return ObservedKernel(
             kernel_id=kernel_id,
@@ -188,7 +188,7 @@ class Bundles(msgspec.Struct, frozen=True):
             if self._inspect(trash, kernel_id).is_running:
                 trash.path.rename(bundle.path)
                 return False
-        self.identities.pop(kernel_id, None)
+        self.proofs.pop(kernel_id, None)
         await hit_async("delete.after_rename")
         await self.remove_trash(trash)
         return True

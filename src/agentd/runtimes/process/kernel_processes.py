@@ -26,6 +26,7 @@ from functools import cached_property
 from itertools import chain, repeat
 from pathlib import Path
 
+import msgspec
 from msgspec.structs import replace
 
 from agentd.core.kernel.states import NODE_RESTARTED, Ending, ObservedState
@@ -53,10 +54,17 @@ _MAX_PASSES_ALONE = 20
 """Passes in a row that may find a shim without a kernel: about two seconds."""
 
 
+class LifeProof(msgspec.Struct, frozen=True):
+    """The proof that a kernel lived: the identity of its shim, and what was noted then."""
+
+    identity: ShimIdentity
+    noted: tuple[Proc, ...] = ()
+
+
 class KernelProcesses:
     """The evidence about one kernel; `boot_id` is the current boot.
 
-    `last` is the identity by which the kernel was last proved to live.
+    `last` is the last proof that the kernel lived.
     """
 
     def __init__(
@@ -64,18 +72,19 @@ class KernelProcesses:
         bundle: Bundle,
         cgroup: Cgroup | None,
         boot_id: str,
-        last: ShimIdentity | None = None,
+        last: LifeProof | None = None,
     ) -> None:
         self._bundle = bundle
         self._cgroup = cgroup
         self._boot_id = boot_id
-        self._last = last
+        self._known = last.identity if last else None
+        self._known_noted = last.noted if last else ()
         self._passes_alone = 0
 
     @cached_property
     def identity(self) -> ShimIdentity | None:
         """The shim's record, of any boot."""
-        return self._bundle.read_identity() or self._last
+        return self._bundle.read_identity() or self._known
 
     @property
     def is_running(self) -> bool:
@@ -96,9 +105,8 @@ class KernelProcesses:
             self._bundle.read_strict(IDENTITY)  # if it is there, its command may live
         try:
             self._read_noted()
-        except Unreadable:  # one of them may live, unless the whole bundle is what cannot be read
-            is_known = self._last is not None and not self._bundle.is_readable()
-            if not is_known and not self._bundle.read_ending():
+        except Unreadable:  # one of them may live
+            if not self._bundle.read_ending():
                 raise
         return False
 
@@ -111,14 +119,16 @@ class KernelProcesses:
             if self._bundle.is_locked(byte):
                 return True
         except Unreadable:
-            if self._last is None and not self._is_in_cgroup:
+            if self._known is None and not self._is_in_cgroup:
                 raise
-        return self._last is not None and self._last.shim.is_alive()
+        return self._known is not None and self._known.shim.is_alive()
 
-    def proved_identity(self) -> ShimIdentity | None:
-        """Return the identity if its shim holds the lock."""
+    def life_proof(self) -> LifeProof | None:
+        """Return the proof that a running kernel lives, None if no shim ever held its lock."""
         identity = self.identity
-        return identity if identity is not None and identity.shim == self._shim else None
+        if identity is None or (identity != self._known and identity.shim != self._shim):
+            return None
+        return LifeProof(identity, tuple(self._noted()))
 
     @property
     def has_cgroup_members(self) -> bool:
@@ -133,17 +143,19 @@ class KernelProcesses:
         """The command's process, if it is proved to live.
 
         The record may be damaged, so the process must also be in the kernel's cgroup or under its
-        shim.
+        shim, or where neither exists the leader of a session, as each command is.
         """
         identity = self.identity
         if identity is None or identity.boot_id != self._boot_id or not identity.leader.is_alive():
             return None
         shim, in_cgroup = self._shim, self._cgroup_members()
-        if shim is None and not (identity.has_cgroup and self._cgroup):
-            return identity.leader
         stat = read_stat(identity.leader.pid)
-        is_child = shim is not None and stat is not None and stat.parent == shim.pid
-        return identity.leader if is_child or identity.leader.pid in in_cgroup else None
+        if stat is None or stat.pid == INIT:
+            return None
+        if shim is None and not (identity.has_cgroup and self._is_in_cgroup):
+            return identity.leader if stat.session == stat.pid else None
+        is_child = shim is not None and stat.parent == shim.pid
+        return identity.leader if is_child or stat.pid in in_cgroup else None
 
     @property
     def _shim(self) -> Proc | None:
@@ -158,7 +170,7 @@ class KernelProcesses:
         if (
             identity is not None
             and is_recorded
-            and (identity == self._last or _has_open(identity.shim.pid, lock))
+            and (identity == self._known or _has_open(identity.shim.pid, lock))
         ):
             return identity.shim
         holders = (
@@ -174,11 +186,18 @@ class KernelProcesses:
         return []
 
     def _read_noted(self) -> list[Proc]:
-        """Return the noted descendants that live; each is younger than the command."""
-        identity = self.identity
+        """Return the noted descendants that live; each is younger than the command.
+
+        Those that were noted when the kernel was last proved to live count without the bundle, too.
+        """
+        identity, noted = self.identity, set(self._known_noted)
         if identity is None or identity.boot_id != self._boot_id or identity.has_cgroup:
             return []
-        noted = self._bundle.read_descendants()
+        try:
+            noted.update(self._bundle.read_descendants())
+        except Unreadable:
+            if self._known is None or self._bundle.is_readable():
+                raise
         return [o for o in noted if o.start_time >= identity.start_time and o.is_alive()]
 
     def handle(self) -> str:

@@ -1,0 +1,142 @@
+"""Addresses of a fleet without etcd: a node is its id, wherever it answers."""
+
+from collections.abc import AsyncIterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from agentd_fleet.store import sqlite_store
+from agentd_fleet.store.sqlite_store import SqliteStore
+from agentd_fleet.view.fleet_state import FleetState
+from agentd_fleet.view.reports import NodeReading
+
+A, B = "unix:/a", "unix:/b"
+REFUSED = "unreachable: Connection refused"
+
+
+def up(node_id: str) -> NodeReading:
+    return NodeReading(node_id=node_id)
+
+
+def silent(node_id: str = "") -> NodeReading:
+    return NodeReading(node_id=node_id, is_down=True, reason=REFUSED)
+
+
+def denied(node_id: str = "") -> NodeReading:
+    return NodeReading(node_id=node_id, is_down=True, reason="unreadable: invalid token")
+
+
+Row = tuple[str, str, str]
+READY_A, READY_B = ("ready", A, ""), ("ready", B, "")
+CASES: dict[str, tuple[list[tuple[str, NodeReading]], dict[str, Row], int]] = {
+    "one node": ([(A, up("n1"))], {"n1": READY_A}, 0),
+    "a node that stops": ([(A, up("n1")), (A, silent("n1"))],
+        {"n1": ("daemon-down", A, REFUSED)}, 0),
+    "an address never heard": ([(A, silent())], {A: ("lost", A, REFUSED)}, 0),
+    "an address that refuses the token": ([(A, denied())],
+        {A: ("lost", A, "unreadable: invalid token")}, 0),
+    "an address heard at last": ([(A, silent()), (A, up("n1"))], {"n1": READY_A}, 0),
+    "an id learned before any answer is read": ([(A, silent("n1"))], {A: ("lost", A, REFUSED)}, 0),
+    "an unreadable node": ([(A, NodeReading(node_id="n1", reason="unreadable: x"))],
+        {"n1": ("ready", A, "unreadable: x")}, 0),
+    "a renamed node": ([(A, up("n1")), (A, silent("n1")), (A, up("n2"))],
+        {"n1": ("lost", A, f"{A} is node n2 now"), "n2": READY_A}, 0),
+    "a node that moves to an address never heard": (
+        [(A, up("n1")), (B, silent()), (A, silent("n1")), (B, up("n1"))],
+        {"n1": READY_B, A: ("lost", A, REFUSED)}, 0),
+    "a node that moves and leaves its address to another": (
+        [(A, up("n1")), (B, silent()), (A, silent("n1")), (A, up("n2")), (B, up("n1"))],
+        {"n1": READY_B, "n2": READY_A}, 0),
+    "two nodes that swap addresses": (
+        [(A, up("n1")), (B, up("n2")), (A, up("n2")), (B, up("n1"))],
+        {"n1": READY_B, "n2": READY_A}, 1),
+    "two nodes of one id": ([(A, up("n1")), (B, up("n1"))],
+        {"n1": READY_A, B: ("lost", B, f"node id n1 is taken by {A}")}, 1),
+    "two nodes of one id, one renamed": ([(A, up("n1")), (B, up("n1")), (B, up("n2"))],
+        {"n1": READY_A, "n2": READY_B}, 1),
+    "two nodes of one id that report often": (
+        [(A, up("n1")), (B, up("n1"))] * 3,
+        {"n1": READY_A, B: ("lost", B, f"node id n1 is taken by {A}")}, 1),
+}  # fmt: skip
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[SqliteStore]:
+    made = SqliteStore(tmp_path / "fleet.sqlite", [], FleetState())
+    await made.open()
+    yield made
+    await made.close()
+
+
+def listed(store: SqliteStore) -> dict[str, Row]:
+    view = store._state.view
+    return {
+        node_id: (view.node_state(node_id), node.url, node.exclusion_reason)
+        for node_id, node in view.nodes.items()
+    }
+
+
+@pytest.mark.parametrize("case", CASES)
+async def test_node_is_listed_where_it_answers(
+    store: SqliteStore, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    readings, expected, doubles = CASES[case]
+    monkeypatch.setattr(sqlite_store, "TAKEOVER_S", 0.0)
+    with capture_logs() as logged:
+        for address, reading in readings:
+            await store.apply_reading(address, reading)
+    assert listed(store) == expected
+    assert sum(event["event"] == "node.duplicate_id" for event in logged) == doubles
+
+
+async def test_second_of_an_id_waits_while_the_first_restarts(
+    store: SqliteStore,
+) -> None:
+    """A daemon that restarts keeps its id, and the kernels that are routed to it."""
+    for address, reading in ((A, up("n1")), (B, up("n1")), (A, silent("n1")), (B, up("n1"))):
+        await store.apply_reading(address, reading)
+    assert listed(store)["n1"] == ("daemon-down", A, REFUSED)
+    await store.apply_reading(A, up("n1"))
+    assert listed(store)["n1"] == READY_A
+    await store.apply_reading(A, silent("n1"))
+    store._silent_since[A] -= sqlite_store.TAKEOVER_S
+    store._apply("n1")  # as the timer does
+    assert listed(store) == {"n1": READY_B, A: ("lost", A, REFUSED)}
+
+
+@pytest.mark.parametrize("reading", [up("n1"), NodeReading(node_id="n1", reason="unreadable: x")])
+async def test_node_that_answers_is_not_forgotten(store: SqliteStore, reading: NodeReading) -> None:
+    await store.apply_reading(A, reading)
+    assert not await store.forget(store._state.view.nodes["n1"])
+    assert listed(store).keys() == {"n1"}
+
+
+async def test_silent_node_is_forgotten_until_it_answers(store: SqliteStore) -> None:
+    for reading in (up("n1"), silent("n1")):
+        await store.apply_reading(A, reading)
+    assert await store.forget(store._state.view.nodes["n1"])
+    assert listed(store) == {A: ("lost", A, REFUSED)}
+    other = NodeReading(node_id="n1", is_down=True, reason="unreachable: No such file")
+    await store.apply_reading(A, other)
+    assert listed(store) == {A: ("lost", A, other.reason)}
+    await store.apply_reading(A, up("n1"))
+    assert listed(store) == {"n1": READY_A}
+
+
+async def test_address_of_a_node_in_the_file_is_listed_as_that_node(tmp_path: Path) -> None:
+    """After a start, no second entry for a node that does not answer yet."""
+    rows = []
+    for reading in (up("n1"), silent(), up("n2")):
+        store = SqliteStore(tmp_path / "fleet.sqlite", [], FleetState())
+        await store.open()
+        await store.apply_reading(A, reading)
+        await store._transact(partial(store._insert, store._unwritten))
+        rows.append(listed(store))
+        await store.close()
+    assert rows == [
+        {"n1": READY_A},
+        {"n1": ("lost", A, REFUSED)},
+        {"n1": ("lost", A, f"{A} is node n2 now"), "n2": READY_A},
+    ]
