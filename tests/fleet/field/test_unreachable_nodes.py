@@ -136,7 +136,7 @@ CASES: dict[str, tuple[Callable[[Place], Awaitable[str]], str, bool]] = {
     "another server": (answering(200, node=""), OTHER, False),
     "a redirect": (answering(302), OTHER, False),
 }
-"""What is wrong, the beginning of the reason, and whether the node is certain to have done
+"""The fault, the beginning of the reason, and whether the node is certain to have done
 nothing."""
 
 
