@@ -30,6 +30,7 @@ from agentd.errors import AgentdError, NodeUnavailable, UnknownKernel
 from agentd.http.callers import CALLER_HEADER, NODE_HEADER
 from agentd.http.connections.admission import enable_keepalive
 from agentd.http.streaming.websocket import MAX_FRAME
+from agentd.os_errors import can_pass
 from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import FleetNode, NodeStatus
 from agentd_fleet.view.reports import unreachable_reason
@@ -98,6 +99,7 @@ class Nodes:
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._tls = tls
         self._sessions: dict[str, aiohttp.ClientSession] = {}
+        self._probes: dict[str, asyncio.Task[str]] = {}
 
     async def __aenter__(self) -> Self:
         return self
@@ -130,14 +132,14 @@ class Nodes:
         opening = self.open_response(node, caller, method, path, body=body, headers=headers)
         return await self._receive(node, opening, self.call_timeout(node, patience_s, unheard_s))
 
-    async def probe(self, node: FleetNode) -> None:
-        """Check that this gateway can use a node.
-
-        Raises:
-            NodeUnavailable: it cannot.
-        """
+    async def probe(self, node: FleetNode) -> str:
+        """Return why this gateway cannot use a node, empty if it can."""
         opening = self._open(node, GATEWAY, "GET", api_path("node"))
-        await self._receive(node, opening, asyncio.timeout(ANSWER_TIMEOUT_S))
+        try:
+            await self._receive(node, opening, asyncio.timeout(ANSWER_TIMEOUT_S))
+        except NodeUnavailable as error:
+            return str(error)
+        return ""
 
     async def _receive(
         self,
@@ -189,6 +191,9 @@ class Nodes:
             raise
         except (aiohttp.ClientError, OSError, ValueError) as error:
             kind = NodeNotCalled if isinstance(error, NOT_CONNECTED) else NodeAnswerLost
+            cause = _cause(error)
+            if isinstance(cause, OSError) and can_pass(cause):  # this host lacks descriptors
+                raise kind(f"node {node.node_id} {SILENT}{_reason(error)}") from None
             raise self._failed(node, kind, _reason(error), SILENT) from None
 
     def call_timeout(
@@ -225,17 +230,19 @@ class Nodes:
             yield response
 
     async def _probe_unreachable(self, node: FleetNode) -> None:
-        """Probe a node before a call if the last one failed.
+        """Probe a node before a call if the last one failed; concurrent calls share the probe.
 
         Raises:
             NodeNotCalled: it still cannot be used.
         """
-        current = self._state.node(node.node_id)
-        if current is not None and current.unreachable:
-            try:
-                await self.probe(node)
-            except NodeUnavailable as error:
-                raise NodeNotCalled(str(error)) from None
+        if node.node_id not in self._state.unreachable:
+            return
+        if (probing := self._probes.get(node.node_id)) is None:
+            probing = self._probes[node.node_id] = asyncio.create_task(self.probe(node))
+            probing.add_done_callback(lambda _: self._probes.pop(node.node_id))
+        await asyncio.wait([probing])
+        if reason := probing.result():
+            raise NodeNotCalled(reason)
 
     @asynccontextmanager
     async def _open(
@@ -372,9 +379,17 @@ async def _read_body(node: FleetNode, response: aiohttp.ClientResponse) -> bytes
     return bytes(content)
 
 
+def _cause(error: Exception) -> Exception:
+    """Return the error below one of aiohttp."""
+    for name in ("certificate_error", "os_error"):
+        if isinstance(cause := getattr(error, name, None), Exception):
+            return cause
+    return error
+
+
 def _reason(error: Exception) -> str:
     """Return the reason of a failed call, without the address."""
-    cause = getattr(error, "certificate_error", None) or getattr(error, "os_error", error)
+    cause = _cause(error)
     if isinstance(cause, ssl.SSLCertVerificationError):
         return cause.verify_message
     if isinstance(cause, socket.gaierror):

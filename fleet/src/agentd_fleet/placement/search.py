@@ -145,7 +145,7 @@ class Search:
             self._view = self._state.without_debits()
             drawn = self._choose(MAX_TRIES, last)
         fresh = [candidate for candidate in drawn if candidate.node_id not in last]
-        if not fresh:
+        if drawn and not fresh:
             self._sizes.clear()
             drawn = self._choose(DRAWS[1], last)
         self._queue.extend(fresh or drawn)

@@ -6,7 +6,6 @@ import asyncio
 import random
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -89,7 +88,7 @@ class Sweep:
 
         await asyncio.gather(
             *(check(*item) for item in routes.items()),
-            *(self._probe(node) for node in self._unverified_nodes()),
+            *(self._nodes.probe(node) for node in self._unverified_nodes()),
         )
 
     def _unverified_nodes(self) -> list[FleetNode]:
@@ -101,11 +100,6 @@ class Sweep:
         ]
         random.shuffle(nodes)
         return sorted(nodes, key=lambda node: not node.unreachable)[:MAX_PROBES]
-
-    async def _probe(self, node: FleetNode) -> None:
-        """Learn whether this gateway reaches a node."""
-        with suppress(NodeUnavailable):
-            await self._nodes.probe(node)
 
     async def _check_node(
         self, node_id: str, node_routes: Sequence[StoredRoute], now: float
