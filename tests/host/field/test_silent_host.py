@@ -312,7 +312,8 @@ async def test_working_directory_on_a_dead_mount_delays_no_other_agent(node: Sil
         ]
         await until(lambda: daemon.get("/v1/kernels"), lambda kernels: len(kernels) == len(creates))
         await serves_everything(daemon, "k1")
-        assert not any(create.done() for create in creates)
+        is_limited = daemon.runtime == "systemd"  # by systemd, which may have ended them meanwhile
+        assert is_limited or not any(create.done() for create in creates)
         answers = await asyncio.gather(*creates)
     assert {(a.status, a.json["code"]) for a in answers} == {(503, "RuntimeUnavailable")}
     expected = {
