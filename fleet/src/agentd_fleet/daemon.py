@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import signal
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -15,8 +15,8 @@ from pydantic import ValidationError
 
 from agentd.client.asynchronous import AsyncClient
 from agentd.client.tls import client_tls
-from agentd.concurrency import wait_event
-from agentd.errors import ConfigRefused, DaemonFailed, Problem, StartRefused
+from agentd.concurrency import call_in_time, wait_event
+from agentd.errors import ConfigRefused, DaemonFailed, Problem, RuntimeUnavailable, StartRefused
 from agentd.http.certificates import load_chain, read_chain_file
 from agentd.http.credentials import (
     build_endpoint,
@@ -27,10 +27,11 @@ from agentd.http.credentials import (
     read_tokens,
     token_weaknesses,
 )
-from agentd.http.server import Server
+from agentd.http.server import Endpoint, Server
 from agentd.http.settings import RpcSettings
 from agentd.http.static import HOME, NODE_HOME, Pages
 from agentd.program.background import Background
+from agentd.program.name_service import find_entry
 from agentd.program.sd_notify import Notifier
 from agentd.program.shutdown import Shutdown
 from agentd.program.weaknesses import Weakness, Weaknesses
@@ -147,6 +148,23 @@ def refuse_unusable(settings: FleetFile) -> None:
         raise ConfigRefused(expired)
 
 
+async def find_socket_groups(endpoint: Endpoint) -> Mapping[str, int]:
+    """Return the groups of the sockets that this host knows, with their ids.
+
+    Raises:
+        StartRefused: the name service does not answer.
+    """
+    ids: dict[str, int] = {}
+    for group in {unix.group for unix in endpoint.sockets if unix.group is not None}:
+        find = partial(find_entry, "getgrnam_r", group)
+        try:
+            entry = await asyncio.to_thread(call_in_time, f"group {group!r}", find)
+        except (OSError, RuntimeUnavailable) as error:
+            raise StartRefused(f"group {group!r} cannot be looked up: {error}") from None
+        ids |= {group: entry.number} if entry is not None else {}
+    return ids
+
+
 class GatewayDaemon:
     """Runs one gateway; `reread` reads the settings again."""
 
@@ -207,7 +225,8 @@ class GatewayDaemon:
             pages=Pages({HOME: "agentd_fleet", NODE_HOME: "agentd"}),
         )
         stack.push_async_callback(step, "server", server.stop, AFTER_SERVER_S)
-        await server.start()
+        groups = await find_socket_groups(server_endpoint)
+        await server.start(groups.get)
         for unix in server.ungrouped:
             raise StartRefused(f"socket {unix.path}: no group {unix.group!r} on this host")
         sweep = Sweep(backend, placer, self._timeouts)
