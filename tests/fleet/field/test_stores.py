@@ -354,6 +354,25 @@ async def test_a_view_stays_live_while_users_change(
     assert lines == []
 
 
+async def test_a_user_that_is_deleted_and_made_again_is_no_restart(
+    mortal: EtcdServers, lines: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(etcd_transport, "LOGIN_PAUSE_S", 0.1)
+    await mortal.require_logins("secret", gate=(PREFIX,), node=(PREFIX,))
+    gate = EtcdClient(EtcdCredentials(mortal.endpoints, "gate", "secret"))
+    async with following(gate) as followed:
+        await followed.until_live()
+        await mortal.ask("/v3/auth/user/delete", {"name": "gate"})
+        await mortal.ask("/v3/auth/role/delete", {"role": "gate"})
+        await until(followed.store.stale_reason)
+        await mortal.add_user("gate", "secret", PREFIX)
+        await followed.until_live()
+        async with EtcdClient(EtcdCredentials(mortal.endpoints, "node", "secret")) as node:
+            await publish(node, 1)
+        await until(lambda: followed.status("n1"), NodeStatus.READY)
+    assert [line["event"] for line in lines] == ["store.lost", "store.recovered"]
+
+
 class Credentials:
     """Credentials that an operator replaces, as a client reads them again."""
 
