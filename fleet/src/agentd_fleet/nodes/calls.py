@@ -7,12 +7,14 @@ failed, and that it was answered otherwise. A node that was unreachable is probe
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import socket
 import ssl
 from collections.abc import AsyncIterator, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
+from functools import partial
 from http import HTTPStatus
 from typing import Any, Self
 
@@ -24,7 +26,7 @@ from yarl import URL
 
 from agentd.client.errors import error_from_response
 from agentd.client.paths import api_path
-from agentd.concurrency import start_call
+from agentd.concurrency import start_call, wait_event
 from agentd.core.access import Caller, Role
 from agentd.errors import AgentdError, NodeUnavailable, UnknownKernel
 from agentd.http.callers import CALLER_HEADER, NODE_HEADER
@@ -55,6 +57,9 @@ MAX_ANSWER = 64 << 20
 """Maximum bytes of an answer that is read completely: a page of a list has a fraction of it."""
 NOT_CONNECTED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, ValueError)
 """Errors without any connection, the last one for an address that is none."""
+NAME_TIMEOUT_S = 1.0
+"""Seconds for the lookup of a name whose addresses are known already."""
+NO_SUCH_NAME = (socket.EAI_NONAME, socket.EAI_NODATA)
 SILENT = "does not answer: "
 UNIX = "unix:"
 GATEWAY = Caller("fleet", Role.ADMIN)
@@ -402,37 +407,54 @@ def _reason(error: Exception) -> str:
 
 
 class _Resolver(AbstractResolver):
-    """Looks up each name in a thread of its own: a silent name server delays no other name."""
+    """Looks up each name in a thread of its own: a silent name server delays no other name.
+
+    A name that cannot be looked up for the moment keeps its addresses.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, int], list[ResolveResult]] = {}
+        self._lookups: dict[tuple[str, int], Future[list[ResolveResult]]] = {}
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
     ) -> list[ResolveResult]:
-        def look_up() -> list[ResolveResult]:
-            numeric = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
-            return [
-                ResolveResult(
-                    hostname=host,
-                    host=socket.getnameinfo(address, numeric)[0],
-                    port=port,
-                    family=kind,
-                    proto=protocol,
-                    flags=socket.AI_NUMERICHOST,
-                )
-                for kind, _, protocol, _, address in socket.getaddrinfo(
-                    host, port, family, socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG
-                )
-            ]
-
+        name = host, port
+        lookup, known = self._lookups.get(name), self._known.get(name)
+        if lookup is None or lookup.done():
+            function = partial(_look_up, host, port, family)
+            lookup = self._lookups[name] = start_call(f"name {host}", function)
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
-        def on_end(_: Future[list[ResolveResult]]) -> None:
+        def on_end(_: object) -> None:
             with suppress(RuntimeError):  # the loop has ended meanwhile
                 loop.call_soon_threadsafe(ended.set)
 
-        call = start_call(f"name {host}", look_up)
-        call.add_done_callback(on_end)
-        await ended.wait()
-        return call.result()
+        lookup.add_done_callback(on_end)
+        if not await wait_event(ended, math.inf if known is None else NAME_TIMEOUT_S):
+            return known or []
+        try:
+            self._known[name] = lookup.result()
+        except socket.gaierror as error:
+            if known is None or error.errno in NO_SUCH_NAME:
+                raise
+        return self._known[name]
 
     async def close(self) -> None:
         """Do nothing: threads end with their lookups."""
+
+
+def _look_up(host: str, port: int, family: socket.AddressFamily) -> list[ResolveResult]:
+    numeric = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
+    found = socket.getaddrinfo(host, port, family, socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG)
+    return [
+        ResolveResult(
+            hostname=host,
+            host=socket.getnameinfo(address, numeric)[0],
+            port=port,
+            family=kind,
+            proto=protocol,
+            flags=socket.AI_NUMERICHOST,
+        )
+        for kind, _, protocol, _, address in found
+    ]
