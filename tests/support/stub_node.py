@@ -58,9 +58,7 @@ class StubNode:
             return await self.pour(request, response)
         if path == "/v1/events":
             return await self.stream(request)
-        own_id = {
-            name: request.headers[name] for name in ("Agentd-Node",) if name in request.headers
-        }
+        own_id = {"Agentd-Node": request.headers.get("Agentd-Node", "")}
         return web.json_response(self.answers.get(path, {}), headers=own_id)
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
