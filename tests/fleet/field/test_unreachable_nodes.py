@@ -191,7 +191,7 @@ async def test_node_that_cannot_be_called_has_the_true_reason_once(
             assert known.unreachable
             assert not state.has_answered(NODE)
             for _ in range(2):
-                with pytest.raises(NodeNotCalled):  # it is probed before
+                with pytest.raises(NodeUnavailable):
                     await call(nodes, node)
         events = [(line["event"], line["address"]) for line in lines]
         assert events == [("node.unreachable", node.url)]
