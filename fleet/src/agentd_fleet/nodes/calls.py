@@ -7,13 +7,12 @@ failed, and that it was answered otherwise.
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import socket
 import ssl
 from collections.abc import AsyncIterator, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Self
@@ -25,13 +24,12 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
 from agentd.client.errors import error_from_response
-from agentd.concurrency import start_call, wait_event
+from agentd.concurrency import start_call
 from agentd.core.access import Caller, Role
 from agentd.errors import AgentdError, NodeUnavailable, UnknownKernel
 from agentd.http.callers import CALLER_HEADER, NODE_HEADER
 from agentd.http.connections.admission import enable_keepalive
 from agentd.http.streaming.websocket import MAX_FRAME
-from agentd.os_errors import can_pass
 from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import FleetNode, NodeStatus
 from agentd_fleet.view.reports import unreachable_reason
@@ -176,9 +174,6 @@ class Nodes:
             raise
         except (aiohttp.ClientError, OSError, ValueError) as error:
             kind = NodeNotCalled if isinstance(error, NOT_CONNECTED) else NodeAnswerLost
-            cause = _cause(error)
-            if isinstance(cause, OSError) and can_pass(cause):  # this host lacks descriptors
-                raise kind(f"node {node.node_id} {SILENT}{_reason(error)}") from None
             raise self._failed(node, kind, _reason(error), SILENT) from None
 
     def call_timeout(
@@ -334,17 +329,9 @@ async def _read_body(node: FleetNode, response: aiohttp.ClientResponse) -> bytes
     return bytes(content)
 
 
-def _cause(error: Exception) -> Exception:
-    """Return the error below one of aiohttp."""
-    for name in ("certificate_error", "os_error"):
-        if isinstance(cause := getattr(error, name, None), Exception):
-            return cause
-    return error
-
-
 def _reason(error: Exception) -> str:
     """Return the reason of a failed call, without the address."""
-    cause = _cause(error)
+    cause = getattr(error, "certificate_error", getattr(error, "os_error", error))
     if isinstance(cause, ssl.SSLCertVerificationError):
         return cause.verify_message
     if isinstance(cause, socket.gaierror):
@@ -374,17 +361,12 @@ class _Resolver(AbstractResolver):
         if lookup is None or lookup.done():
             function = partial(_look_up, host, port, family)
             lookup = self._lookups[name] = start_call(f"name {host}", function)
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
-
-        def on_end(_: object) -> None:
-            with suppress(RuntimeError):  # the loop has ended meanwhile
-                loop.call_soon_threadsafe(ended.set)
-
-        lookup.add_done_callback(on_end)
-        if not await wait_event(ended, math.inf if known is None else NAME_TIMEOUT_S):
-            return known or []
+        waiting = asyncio.wrap_future(lookup)
+        waiting.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        if known is not None and not (await asyncio.wait([waiting], timeout=NAME_TIMEOUT_S))[0]:
+            return known
         try:
-            self._known[name] = lookup.result()
+            self._known[name] = await asyncio.shield(waiting)
         except socket.gaierror as error:
             if known is None or error.errno in NO_SUCH_NAME:
                 raise
