@@ -79,10 +79,14 @@ NEW: Mapping[str, frozenset[str]] = {
         {
             "condition.began",
             "condition.ended",
+            "credential.replaced",
             "log.lines_lost",
+            "node.keys_deleted",
+            "node.located",
             "node.reached",
             "node.read_failed",
             "node.unreachable",
+            "node.unusable",
             "plugin.unavailable",  # since 427f930, but only now found by the generator
             "plugin.watch_failed",
             "runtime.leftover_unreadable",
@@ -155,6 +159,7 @@ NEW_MEMBERS = frozenset(
         "/agentd/main/nodes/NODE/reason str",
         "/agentd/main/nodes/NODE/runtime/name str",
         "/agentd/main/nodes/NODE/runtime/state str",
+        "/agentd/main/known/NODE/rival str",
         "/files/devices.json/devices/is_excluded bool",
         "/files/devices.json/devices/taken_place NoneType",
         "/files/devices.json/devices/needs_clear str",

@@ -97,6 +97,7 @@ ANSWERS: Sequence[tuple[str, Any]] = (
     ("POST /v1/.*kernels", KERNEL | {"node_id": "n1"}),
     ("GET /v1/claims", [sample(views.ClaimView)]),
     ("GET /v1/nodes", [FLEET_NODE]),
+    ("POST /v1/nodes/[^/]+/(un)?cordon", FLEET_NODE),
     ("GET /v1/node$", sample(views.NodeView)),
     ("GET /v1/node", sample(views.NodeView)),
     ("GET /v1/agents/[^/]+/kernels", [KERNEL]),

@@ -276,7 +276,7 @@ async def test_retry_looks_up_what_is_missing_and_rarely_all(
         wanted.append(name)
         return 1000 if name in known else None
 
-    monkeypatch.setattr("agentd.daemon.host_names._FIND", {"group": find})
+    monkeypatch.setattr("agentd.daemon.host_names.find_group_id", find)
     node = Node(tmp_path)
     groups = 'allowed-groups = ["early", "late"]\n'
     node.write(rest=f"[runtime.docker]\n{groups}")
@@ -311,6 +311,33 @@ async def test_missing_token_that_comes_with_a_bad_mode_says_so(tmp_path: Path) 
     await node.reload.look_for_missing()
     assert list(node.reload.conditions()) == []
     assert node.server.tokens[-1] == [WORD]
+
+
+@pytest.mark.parametrize("unusable", ["token", "certificate"])
+async def test_problem_of_what_has_come_hides_no_other(tmp_path: Path, unusable: str) -> None:
+    """Such as a pair that is renewed one file after the other."""
+    node = Node(tmp_path, has_tls=True)
+    cert, key = certificate(tmp_path)
+    team = tmp_path / "team"
+    entry = f'[[rpc.tokens]]\nname = "team"\nfile = "{team}"\nrole = "read"\n'
+    node.write(f'{node.listening}tls-cert = "{cert}"\ntls-key = "{key}"\n{entry}')
+    cert.rename(tmp_path / "later")
+    assert await node.reloaded() == ([], [])
+    assert len(list(node.reload.conditions())) == 2
+    (tmp_path / "other").mkdir()
+    other, _ = certificate(tmp_path / "other")
+    (other if unusable == "certificate" else tmp_path / "later").rename(cert)
+    team.write_text("a-token-of-a-team-that-is-long")
+    team.chmod(0o600 if unusable == "certificate" else 0o644)
+    await node.reload.look_for_missing()
+    (condition,) = node.reload.conditions()
+    came = (len(node.server.current_tokens) == 2, len(node.server.contexts) == 1)
+    if unusable == "certificate":
+        assert condition.reason.startswith("rpc.tls-cert: ")
+        assert came == (True, False)
+    else:
+        assert condition.reason.startswith("rpc.tokens.0.file: ")
+        assert came == (False, True)
 
 
 async def test_tls_on_a_plain_listener_waits_for_a_restart(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from end_to_end.prometheus import free_port
 from support.waiting import until
 
-PAGE = Path(__file__).parents[2] / "docs/how-to/behind-a-reverse-proxy.md"
+PAGES = Path(__file__).parents[2] / "docs/how-to"
 CONFIG = """
 daemon off;
 master_process off;
@@ -30,9 +30,9 @@ http {{
 NOBODY = 65534
 
 
-def block(name: str) -> str:
-    """Return a block of configuration from the page."""
-    return PAGE.read_text().split(f"```nginx {name}\n")[1].split("```")[0]
+def block(name: str, page: str = "behind-a-reverse-proxy.md") -> str:
+    """Return a block of configuration from a page."""
+    return (PAGES / page).read_text().split(f"```nginx {name}\n")[1].split("```")[0]
 
 
 class Nginx:

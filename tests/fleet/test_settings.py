@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from agentd.errors import ConfigRefused, StartRefused
 from agentd.http.credentials import build_endpoint, read_tokens
 from agentd.http.settings import TokenSettings
-from agentd_fleet.daemon import client_tls_context, etcd_credentials, rpc_settings
+from agentd_fleet.credentials import client_tls_context, etcd_credentials, rpc_settings
 from agentd_fleet.placement.choice import PlacementPolicy
 from agentd_fleet.settings import FleetFile, load
 

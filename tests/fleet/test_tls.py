@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from agentd.http.credentials import key_pair_weaknesses
 from agentd.program.weaknesses import Weakness, Weaknesses
-from agentd_fleet import daemon
+from agentd_fleet import credentials
 from agentd_fleet.cli import agentd_fleet
 from agentd_fleet.join import publisher
 from agentd_fleet.settings import load
@@ -19,7 +19,7 @@ from support.certificates import certificate, certificate_of_version_2, certific
 def gateway_tls(folder: Path, ca: Path | None) -> ssl.SSLContext:
     file = folder / "fleet.toml"
     file.write_text('[fleet]\nname = "main"\n' if ca is None else f'[fleet]\nca = "{ca}"\n')
-    return daemon.client_tls_context(load(str(file), {}).fleet)
+    return credentials.client_tls_context(load(str(file), {}).fleet)
 
 
 def publisher_tls(folder: Path, ca: Path | None) -> ssl.SSLContext:

@@ -1,11 +1,9 @@
 """Groups of a request: by number or name, allowed by number, beside those of devices."""
 
 import dataclasses
-import grp
 from collections import defaultdict
 from functools import partial
 from threading import Event
-from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
@@ -14,16 +12,22 @@ from agentd.core.kernel.edits import ContainerEdits
 from agentd.core.kernel.options import parse_group
 from agentd.error_codes import Scope
 from agentd.errors import InvalidRequest, NotReady, RuntimeUnavailable
+from agentd.host import groups
 from agentd.host.groups import group_problems, resolve_groups, with_group_ids
 from agentd.host.lookups import Lookups
+from agentd.host.name_service import NameEntry
 from contracts.test_runtime import plan
 
 IDS = {"root": 0, "video": 44, "vid": 44, "docker": 999, "render": 105}
 
 
+def entry(name: str) -> NameEntry | None:
+    return NameEntry(name, IDS[name], 0) if name in IDS else None
+
+
 @pytest.fixture(autouse=True)
 def database(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grp, "getgrnam", lambda name: SimpleNamespace(gr_gid=IDS[name]))
+    monkeypatch.setattr(groups, "find_entry", lambda _, name: entry(name))
 
 
 @pytest.mark.parametrize(
@@ -78,7 +82,7 @@ async def test_other_groups_are_refused_alike(requested, allowed, lines: list[st
 
 def test_no_name_is_looked_up_where_none_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A directory of groups that is slow could be kept busy otherwise."""
-    monkeypatch.setattr(grp, "getgrnam", pytest.fail)
+    monkeypatch.setattr(groups, "find_entry", pytest.fail)
     assert [problem.where for problem in resolve_groups(["video", "docker"], [])[1]] == [
         *("groups.0", "groups.1")
     ]
@@ -112,9 +116,8 @@ async def test_groups_of_devices_wait_for_no_requested_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lookups, answered = defaultdict[str, Lookups](partial(Lookups, max_threads=1)), Event()
-    database = grp.getgrnam
-    hang = {"docker": lambda _: answered.wait(20) and database("docker")}
-    monkeypatch.setattr(grp, "getgrnam", lambda name: hang.get(name, database)(name))
+    hang = {"docker": lambda name: answered.wait(20) and entry(name)}
+    monkeypatch.setattr(groups, "find_entry", lambda _, name: hang.get(name, entry)(name))
     made = replace(plan("true"), edits=ContainerEdits(groups=("render",)))
     with monkeypatch.context() as patch:
         patch.setattr("agentd.host.lookups.ANSWER_TIMEOUT_S", 0.05)

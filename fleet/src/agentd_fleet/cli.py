@@ -67,7 +67,7 @@ def join(config_file: str | None) -> None:
     import msgspec
 
     from agentd.http.credentials import key_pair_weaknesses
-    from agentd_fleet.daemon import etcd_credentials
+    from agentd_fleet.credentials import etcd_credentials
     from agentd_fleet.join.publisher import JoinOptions
     from agentd_fleet.settings import load
 
@@ -107,7 +107,7 @@ def join(config_file: str | None) -> None:
 @config_option
 def check_config(config_file: str | None) -> None:
     """Check the configuration without running."""
-    from agentd_fleet.daemon import credential_weaknesses, refuse_unusable
+    from agentd_fleet.credentials import credential_weaknesses, refuse_unusable
     from agentd_fleet.settings import load
 
     try:

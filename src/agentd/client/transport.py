@@ -63,6 +63,12 @@ class Transport:
             await self._session.close()
             self._session = None
 
+    def replace_credentials(self, token: str, tls: ssl.SSLContext) -> None:
+        """Use another token and TLS context for calls from now on; those in progress go on."""
+        self._tls, self._headers = tls, {"Authorization": f"Bearer {token}"} if token else {}
+        if self._session is not None:
+            self._session.headers.update(self._headers)
+
     async def execute(self, call: Call[T], *, timeout_s: float | None = None) -> T:
         """Make a call, with all pages of a list, and repeat it while the daemon is not ready.
 

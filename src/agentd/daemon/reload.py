@@ -27,9 +27,11 @@ from agentd.config.settings import Settings
 from agentd.core.conditions import Condition
 from agentd.daemon import runtime_factory
 from agentd.daemon.host_names import RETRY_REMEDY, RETRY_S, HostNames, configured_names
+from agentd.daemon.problems import Problems
 from agentd.errors import ConfigRefused, Problem, StartRefused
 from agentd.http.credentials import read_configured_certificate, read_tokens
 from agentd.http.server import Server
+from agentd.http.settings import RpcSettings
 from agentd.services.protocols import Runtime
 
 log = structlog.get_logger()
@@ -134,18 +136,25 @@ class Reload:
         return settings, applicable, [*self._steps(applicable)]
 
     def _steps(self, applicable: Settings) -> Iterator[Step]:
-        rpc, missing = applicable.rpc, list[Problem]()
-        if rpc.listen is not None:
-            new_tokens = read_tokens(rpc, missing, self._server.current_tokens)
-            yield Step(APPLIED["tokens"], lambda: self._server.replace_tokens(new_tokens))
-        if self._server.has_tls and rpc.tls_cert is not None:
-            certificate = read_configured_certificate(rpc, missing=missing)
-            context = certificate.context if certificate is not None else None
-            yield Step(APPLIED["certificate"], lambda: self._server.replace_tls(context))
-        yield Step((), partial(setattr, self, "_missing", missing))
+        problems = Problems()
+        yield from self._credential_steps(applicable.rpc, problems)
+        problems.raise_if_any()
+        yield Step((), partial(setattr, self, "_missing", problems.passing))
         yield Step(APPLIED["log level"], lambda: logging.set_level(applicable.node.log_level))
         for name, runtime in self._runtimes.items():
             yield Step(APPLIED[name], runtime_factory.prepare_settings_update(runtime, applicable))
+
+    def _credential_steps(self, rpc: RpcSettings, problems: Problems) -> Iterator[Step]:
+        """Read tokens and certificate: a problem of one hides nothing of the other."""
+        if rpc.listen is not None:
+            with problems.collect():
+                tokens = read_tokens(rpc, problems.passing, self._server.current_tokens)
+                yield Step(APPLIED["tokens"], partial(self._server.replace_tokens, tokens))
+        if self._server.has_tls and rpc.tls_cert is not None:
+            with problems.collect():
+                certificate = read_configured_certificate(rpc, missing=problems.passing)
+                context = certificate.context if certificate is not None else None
+                yield Step(APPLIED["certificate"], partial(self._server.replace_tls, context))
 
     async def apply(self) -> list[str]:
         """Read and apply the configuration; return the keys that require a restart.
@@ -183,14 +192,12 @@ class Reload:
         """Look for what is missing, and use what has come."""
         async with self._lock:
             await self._use_names(self._names.look_again())
-            if not self._missing:
-                return
-            try:
-                steps = await asyncio.to_thread(lambda: [*self._steps(self.settings)])
-                for step in steps:
+            if self._missing:
+                problems, rpc = Problems(), self.settings.rpc
+                read = partial(self._credential_steps, rpc, problems)
+                for step in await asyncio.to_thread(lambda: [*read()]):
                     step.apply()
-            except ConfigRefused as error:
-                self._missing = error.problems
+                self._missing = [*problems.passing, *problems.collected]
 
     def conditions(self) -> Iterator[Condition]:
         """Yield what is missing."""

@@ -7,7 +7,6 @@ A name means the same group in every kernel, whatever an image calls it. Names a
 from __future__ import annotations
 
 import dataclasses
-import grp
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -16,7 +15,7 @@ from msgspec.structs import replace
 from agentd.core.kernel.plan import KernelPlan
 from agentd.errors import InvalidRequest, NotReady, Problem, RuntimeUnavailable
 from agentd.host.lookups import Lookups
-from agentd.host.name_service import refuse_unanswered
+from agentd.host.name_service import find_entry
 
 _SUBJECT = "the group database"
 DEVICES = ""
@@ -31,13 +30,8 @@ def find_group_id(group: int | str) -> int | None:
     """
     if isinstance(group, int):
         return group
-    try:
-        return grp.getgrnam(group).gr_gid
-    except KeyError:
-        refuse_unanswered("getgrnam_r", group)
-    except ValueError:
-        pass
-    return None
+    entry = find_entry("getgrnam_r", group)
+    return entry.number if entry is not None else None
 
 
 def resolve_groups(

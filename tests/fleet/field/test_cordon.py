@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 from msgspec.structs import replace
+from structlog.testing import capture_logs
 
 from agentd.core.access import Caller, Role
 from agentd.core.slots import ONE, ResourceSlots
@@ -116,6 +117,15 @@ def test_reason_and_metric_say_whether_a_node_is_usable(
     view = fleet(replace(ready("a"), **change))
     assert node_view(view, view.nodes["a"], None)["reason"] == reason
     assert f'agentd_fleet_node_usable{{node_id="a"}} {usable}.0' in scrape(view, ROOT)
+
+
+async def test_unavailable_runtime_is_logged_once() -> None:
+    state, down = FleetState(), NodeRuntime("docker", "unavailable")
+    with capture_logs() as logged:
+        for runtime in (down, down, NodeRuntime("docker", "available"), down):
+            state.update_node(replace(ready("a"), runtime=runtime))
+            state.mark_lost("a", 1.0)
+    assert [row["reason"] for row in logged] == ["runtime docker is unavailable"] * 2
 
 
 def test_metric_of_a_node_is_for_callers_that_see_it() -> None:

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import inspect
+import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -11,14 +13,16 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from agentd.client.tls import client_tls
 from agentd_fleet.store import etcd_store, etcd_transport
 from agentd_fleet.store.etcd_client import Change, EtcdClient
-from agentd_fleet.store.etcd_store import EtcdStore
+from agentd_fleet.store.etcd_store import SILENCE_S, STALE_S, EtcdStore
 from agentd_fleet.store.etcd_transport import EtcdCredentials, EtcdRefused
 from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import NodeStatus
 from end_to_end.fleet.etcd_server import EtcdServers
 from end_to_end.fleet.network import Proxy
+from support.certificates import certificate_that_ends
 from support.fleet_reports import node_report
 from support.waiting import until
 
@@ -129,6 +133,11 @@ async def test_an_outage_is_one_without_a_break(
         await followed.until_live()
     assert [line["event"] for line in lines] == ["store.lost", "store.recovered"]
     assert samples > 100
+
+
+def test_an_outage_is_noticed_by_the_tenth_second() -> None:
+    timeout_s = inspect.signature(EtcdClient).parameters["timeout_s"].default
+    assert SILENCE_S + timeout_s < STALE_S < 10
 
 
 async def test_a_store_without_an_answer_is_never_live(lines: list[Any]) -> None:
@@ -326,3 +335,41 @@ async def test_a_refused_login_does_not_delay_a_replaced_one(
             await publish(etcd, 1)
         etcd.replace_credentials(EtcdCredentials(mortal.endpoints, "a", "secret"))
         await publish(etcd, 1)
+
+
+@pytest.fixture
+def tls(tmp_path: Path) -> dict[str, Any]:
+    """Contexts of a server, and of clients with certificates and authorities that it refuses."""
+    files = {}
+    for name, days in (("server", 1), ("valid", 1), ("expired", -1)):
+        (tmp_path / name).mkdir()
+        files[name] = certificate_that_ends(tmp_path / name, days)
+    server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    server.load_cert_chain(*files["server"])
+    server.verify_mode = ssl.CERT_REQUIRED
+    contexts: dict[str, Any] = {"server": server}
+    for name, own, trusted in (
+        ("valid", "valid", "server"),
+        ("with an expired certificate", "expired", "server"),
+        ("with another authority", "valid", "expired"),
+    ):
+        server.load_verify_locations(files[own][0])
+        contexts[name] = client_tls(cafile=str(files[trusted][0]))
+        contexts[name].check_hostname = False  # the certificates have no name
+        contexts[name].load_cert_chain(*files[own])
+    return contexts
+
+
+@pytest.mark.parametrize("client", ["with an expired certificate", "with another authority"])
+async def test_a_refused_certificate_is_read_again(
+    mortal: EtcdServers, tls: dict[str, Any], client: str
+) -> None:
+    proxy = Proxy(mortal.endpoints[0], tls["server"])
+    await proxy.start()
+    credentials = Credentials((proxy.endpoint,), "", "")
+    refused = EtcdCredentials((proxy.endpoint,), tls=tls[client])
+    credentials.current = EtcdCredentials((proxy.endpoint,), tls=tls["valid"])
+    async with following(EtcdClient(refused, read_again=credentials.read)) as followed:
+        await followed.until_live()
+    assert credentials.reads == 1
+    await proxy.stop()

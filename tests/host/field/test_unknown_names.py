@@ -27,18 +27,15 @@ TEAMS = (
 )
 """The users of a host that a directory may know later."""
 HOST = """
-import grp, os, pathlib, pwd, sys
+import os, pathlib
+from agentd.host import name_service
+folder, find_entry = pathlib.Path(os.environ["UNKNOWN"]), name_service.find_entry
+name_service.find_entry = lambda function, name: (
+    None if (folder / str(name)).exists() else find_entry(function, name))
 from agentd.daemon import host_names, reload
 reload.RETRY_S, host_names.ALL_EVERY = 0.2, 2
-folder, find_user, find_group = pathlib.Path(os.environ["UNKNOWN"]), pwd.getpwnam, grp.getgrnam
-def known(find, name):
-    if (folder / name).exists():
-        raise KeyError(name)
-    return find(name)
-pwd.getpwnam = lambda name: known(find_user, name)
 members = folder / "groups"
 os.getgrouplist = lambda name, gid: [gid, *map(int, members.read_text().split())]
-grp.getgrnam = lambda name: known(find_group, name)
 from agentd.cli.agentd.main import agentd
 agentd()
 """

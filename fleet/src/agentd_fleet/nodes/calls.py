@@ -32,7 +32,7 @@ from agentd.http.connections.admission import enable_keepalive
 from agentd.http.streaming.websocket import MAX_FRAME
 from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import FleetNode, NodeStatus
-from agentd_fleet.view.reports import unreachable_reason
+from agentd_fleet.view.reports import UNREADABLE, unreachable_reason
 
 log = structlog.get_logger()
 
@@ -78,6 +78,18 @@ class NodeAnswer(msgspec.Struct, frozen=True):
     def is_unknown_kernel(self) -> bool:
         return self.is_error and self.error().code == UnknownKernel.code
 
+    def content(self) -> dict[str, Any]:
+        """Return the object of a successful answer.
+
+        Raises:
+            NodeAnswerLost: it is malformed.
+        """
+        try:
+            return msgspec.json.decode(self.body, type=dict[str, Any])
+        except UNREADABLE as error:
+            node_id = self.headers.get(NODE_HEADER)
+            raise NodeAnswerLost(f"malformed answer of node {node_id}: {error}") from None
+
     def error(self) -> AgentdError:
         """Return the error of a problem answer."""
         return error_from_response(self.status, self.body, self.headers.get("Retry-After"))
@@ -101,14 +113,22 @@ class Nodes:
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._tls = tls
         self._sessions: dict[str, aiohttp.ClientSession] = {}
+        self._replaced: list[aiohttp.ClientSession] = []
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for session in self._sessions.values():
+        for session in (*self._sessions.values(), *self._replaced):
             await session.close()
         self._sessions = {}
+
+    def replace_credentials(self, token: str, tls: ssl.SSLContext) -> None:
+        """Use other credentials for calls from now on; calls in progress go on."""
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._tls = tls
+        if (session := self._sessions.pop("", None)) is not None:
+            self._replaced.append(session)
 
     async def call(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import time
 from urllib.parse import quote
@@ -174,12 +173,8 @@ def _require_kernel_id(answer: NodeAnswer, route: KernelRoute) -> NodeAnswer:
     """
     if answer.is_error:
         return answer
-    try:
-        is_valid = json.loads(answer.body)["kernel_id"] == route.kernel_id
-    except (ValueError, KeyError, TypeError, RecursionError):
-        is_valid = False
-    if not is_valid:
-        raise NodeAnswerLost(f"node {route.node_id} returned a malformed answer")
+    if answer.content().get("kernel_id") != route.kernel_id:
+        raise NodeAnswerLost(f"node {route.node_id} answered for another kernel")
     return answer
 
 

@@ -66,7 +66,8 @@ class Sweep:
             try:
                 await self.run_once()
             except AgentdError as error:
-                log.info("sweep.postponed", reason=str(error))
+                if not self._store.stale_reason():  # else `store.lost` has the reason
+                    log.info("sweep.postponed", reason=str(error))
             await asyncio.sleep(self._timeouts.sweep_period_s * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
 
     async def run_once(self) -> None:

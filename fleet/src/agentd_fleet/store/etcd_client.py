@@ -208,6 +208,12 @@ class EtcdClient:
         answer, _ = await self._transport.call("/v3/lease/keepalive", {"ID": str(lease)})
         return int(answer["result"].get("TTL", 0))
 
+    async def have_revisions(self, revisions: Mapping[str, int]) -> bool:
+        """Return whether each key has its revision, as far as one member knows yet."""
+        compare = [_revision_is(key, revision) for key, revision in revisions.items()]
+        answer, _ = await self._transport.call(_TXN, {"compare": compare})
+        return bool(answer.get("succeeded", False))
+
     async def watch(
         self,
         prefix: str,

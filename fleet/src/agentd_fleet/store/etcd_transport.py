@@ -305,7 +305,7 @@ class EtcdTransport:
         except aiohttp.ClientConnectorError as error:
             if isinstance(error, aiohttp.ClientSSLError):
                 await self._read_credentials()
-            raise _NeverSent(f"{endpoint}: {error}") from None
+            raise _NeverSent(f"{endpoint}: Cannot connect: {error.__cause__}") from None
         except (aiohttp.ClientError, OSError) as error:
             if self._credentials.tls is not None:  # TLS 1.3 refuses a certificate afterwards
                 await self._read_credentials()

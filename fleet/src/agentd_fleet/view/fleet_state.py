@@ -7,10 +7,13 @@ import math
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
+import structlog
 from msgspec.structs import replace
 
 from agentd.core.slots import BUILT_IN, ResourceSlots, SlotName, SlotType
 from agentd_fleet.view.fleet_view import Cordon, FleetNode, FleetView, NodeStatus
+
+log = structlog.get_logger()
 
 DEBIT_S = 3.0
 ANSWERED_S = 60.0
@@ -62,6 +65,10 @@ class FleetState:
             cordon=self._cordons.get(node.node_id),
             unreachable=self._unreachable.get(node.node_id, ""),
         )
+        previous, runtime = self._reported.get(node.node_id), node.runtime
+        is_new = previous is None or previous.runtime != runtime
+        if is_new and runtime is not None and runtime.reason:
+            log.warning("node.unusable", node_id=node.node_id, reason=runtime.reason)
         self._unfolded[node.node_id] = self._reported[node.node_id] = node
         self._fold_soon()
         self._forgotten.discard(node.node_id)

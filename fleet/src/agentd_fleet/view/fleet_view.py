@@ -62,6 +62,11 @@ class NodeRuntime(msgspec.Struct, frozen=True):
     name: str = ""
     state: str = ""
 
+    @property
+    def reason(self) -> str:
+        """Why the runtime runs no kernel now; empty if it does."""
+        return f"{RUNTIME} {self.name} is unavailable" if self.state == "unavailable" else ""
+
 
 class FleetNode(msgspec.Struct, frozen=True):
     """A node as last reported; `offers` and the `models` of devices by agent.
@@ -105,9 +110,7 @@ class FleetNode(msgspec.Struct, frozen=True):
     @property
     def reported_reason(self) -> str:
         """Why no kernel is placed on the node according to its report; empty if one may be."""
-        if not self.exclusion_reason and self.runtime and self.runtime.state == "unavailable":
-            return f"{RUNTIME} {self.runtime.name} is unavailable"
-        return self.exclusion_reason
+        return self.exclusion_reason or (self.runtime.reason if self.runtime is not None else "")
 
     def has_labels(self, labels: Mapping[str, str]) -> bool:
         """Return whether the node has all of these labels."""

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import os
-import pwd
 from collections.abc import Mapping
 
 import msgspec
 
 from agentd.errors import NotReady, Problem
-from agentd.host.name_service import refuse_incomplete, refuse_unanswered
+from agentd.host.name_service import find_entry, refuse_incomplete
+from agentd.procfs import read_lines
+
+
+def may_become_others() -> bool:
+    """Return whether agentd is root, of more users than one: a user namespace may have no other."""
+    try:
+        ranges = read_lines("/proc/self/uid_map")
+    except FileNotFoundError:  # this Linux has no user namespaces
+        return os.geteuid() == 0
+    return os.geteuid() == 0 and sum(int(line.split()[2]) for line in ranges) > 1
 
 
 class UserAccount(msgspec.Struct, frozen=True):
@@ -26,8 +35,8 @@ class UserAccounts(msgspec.Struct, frozen=True):
 
     `own` holds agents with their own account; `default` applies to all others. Without an account,
     kernels run as the daemon's user; in units of root, each has a user of its own. An account that
-    this host does not know yet is a problem. With `is_unprivileged`, agentd is not root and there
-    are no accounts.
+    this host does not know yet is a problem. With `is_unprivileged`, agentd cannot become
+    another user and there are no accounts.
     """
 
     default: UserAccount | Problem | None = None
@@ -66,19 +75,20 @@ class UserAccounts(msgspec.Struct, frozen=True):
         return isinstance(account, UserAccount) and account.uid not in uids
 
 
-def find_account(user: str) -> UserAccount | None:
+def find_account(user: str, known: UserAccount | None = None) -> UserAccount | None:
     """Return a user account, None if this host does not know it; may block, as NSS does.
+
+    `known` is the account that was found before: it loses no group whose source does not answer.
 
     Raises:
         RuntimeUnavailable: the name service failed.
     """
-    try:
-        entry = pwd.getpwnam(user)
-    except KeyError:
-        refuse_unanswered("getpwnam_r", user)
+    if (entry := find_entry("getpwnam_r", user)) is None:
         return None
-    except ValueError:
-        return None
-    groups = os.getgrouplist(entry.pw_name, entry.pw_gid)
+    groups = os.getgrouplist(entry.name, entry.group)
+    if known is not None and (lost := {*known.groups} - {*groups}):
+        for group in lost:
+            find_entry("getgrgid_r", group)
+        groups = os.getgrouplist(entry.name, entry.group)  # its source may have answered since
     refuse_incomplete()  # a failure leaves the primary group alone (getgrouplist(3))
-    return UserAccount(entry.pw_name, entry.pw_uid, entry.pw_gid, tuple(groups))
+    return UserAccount(entry.name, entry.number, entry.group, tuple(groups))

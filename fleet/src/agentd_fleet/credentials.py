@@ -1,0 +1,302 @@
+"""Credentials of a gateway: those of its callers, and its own for nodes and etcd.
+
+Those in files are read again on SIGHUP, and its own ones also while nodes or etcd refuse them. What
+cannot be used is refused and logged, and what was in force stays in force.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import structlog
+from pydantic import ValidationError
+
+from agentd.client.tls import client_tls
+from agentd.concurrency import start_pool, wait_event
+from agentd.errors import ConfigRefused, Problem, StartRefused
+from agentd.http.certificates import load_chain, read_chain_file
+from agentd.http.credentials import (
+    expiry_problems,
+    key_pair_weaknesses,
+    read_configured_certificate,
+    read_guarded_token,
+    read_tokens,
+    token_weaknesses,
+)
+from agentd.http.server import Server
+from agentd.http.settings import RpcSettings
+from agentd.program.weaknesses import Weakness, Weaknesses
+from agentd.tomlfile.parsing import translate_error
+from agentd.tomlfile.regular_files import SilentFile
+from agentd_fleet.placement.backend import FleetBackend
+from agentd_fleet.settings import FleetFile, FleetSettings
+from agentd_fleet.store.etcd_transport import EtcdCredentials
+from agentd_fleet.view.fleet_view import NodeStatus
+
+log = structlog.get_logger()
+T = TypeVar("T")
+
+RETRY_S = 10.0
+"""Seconds after which files are read again that were missing, or whose credentials are refused."""
+
+
+class OwnCredentials(msgspec.Struct, frozen=True):
+    """The credentials of a gateway for nodes and etcd, with the content of their TLS files."""
+
+    node_token: str
+    etcd: EtcdCredentials
+    tls: ssl.SSLContext
+    tls_files: tuple[bytes, ...]
+
+    def is_same_as(self, other: OwnCredentials) -> bool:
+        """Return whether the files have the same contents."""
+        return (self.node_token, self.etcd.login, self.tls_files) == (
+            other.node_token,
+            other.etcd.login,
+            other.tls_files,
+        )
+
+
+def read_own_credentials(settings: FleetFile) -> OwnCredentials:
+    """Read the credentials of a gateway for nodes and etcd.
+
+    Raises:
+        ConfigRefused: one is unusable.
+        StartRefused: one cannot be read for now.
+    """
+    fleet = settings.fleet
+    token = _read_secret("gateway.node-token-file", settings.gateway.node_token_file)
+    tls, contents = _read_tls(fleet)
+    return OwnCredentials(token, etcd_credentials(fleet, tls), tls, contents)
+
+
+def etcd_credentials(fleet: FleetSettings, tls: ssl.SSLContext | None = None) -> EtcdCredentials:
+    """Return the endpoints and credentials of etcd.
+
+    Raises:
+        ConfigRefused: the password or a certificate is unusable.
+        StartRefused: one cannot be read for now.
+    """
+    password = _read_secret("fleet.etcd-password-file", fleet.etcd_password_file)
+    return EtcdCredentials(fleet.etcd, fleet.etcd_user, password, tls or client_tls_context(fleet))
+
+
+def client_tls_context(fleet: FleetSettings) -> ssl.SSLContext:
+    """Return the TLS context for etcd and nodes, by default with the system's CAs.
+
+    Raises:
+        ConfigRefused: a file is unusable.
+        StartRefused: one cannot be read for now.
+    """
+    return _read_tls(fleet)[0]
+
+
+def _read_tls(fleet: FleetSettings) -> tuple[ssl.SSLContext, tuple[bytes, ...]]:
+    """Return the TLS context for etcd and nodes, and the content of its files."""
+    files = []
+    try:
+        if fleet.ca is not None:
+            files.append(read_chain_file(fleet.ca))
+        context = client_tls(cadata=files[0].text if files else None)
+        if fleet.cert is not None and fleet.key is not None:
+            files += load_chain(context, fleet.cert, fleet.key)
+    except SilentFile as error:
+        raise StartRefused(str(error)) from None
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        names = ", ".join(str(f) for f in (fleet.ca, fleet.cert, fleet.key) if f is not None)
+        raise ConfigRefused([Problem("fleet.ca", f"{names}: {error}")]) from None
+    return context, tuple(file.content for file in files)
+
+
+def _read_secret(where: str, file: Path | None) -> str:
+    if file is None:
+        return ""
+    try:
+        return read_guarded_token(file)
+    except SilentFile as error:
+        raise StartRefused(f"{where}: {file} {error}") from None
+    except ValueError as error:
+        raise ConfigRefused([Problem(where, f"{file} {error}")]) from None
+
+
+def rpc_settings(settings: FleetFile) -> RpcSettings:
+    """Return the gateway's endpoints in the form of a node's settings.
+
+    Raises:
+        ConfigRefused: the settings contradict each other.
+    """
+    gateway, rpc = settings.gateway, settings.rpc
+    try:
+        shared = gateway.model_dump(include=set(RpcSettings.model_fields))
+        values = {**shared, "token_file": rpc.token_file, "tokens": rpc.tokens}
+        return RpcSettings.model_validate(values, by_name=True)
+    except ValidationError as error:
+        problems = [translate_error(dict(item), {}, RpcSettings) for item in error.errors()]
+        raise ConfigRefused(
+            [Problem(f"gateway.{p.where}".rstrip("."), p.why) for p in problems]
+        ) from None
+
+
+def credential_weaknesses(settings: FleetFile) -> list[Weakness]:
+    """Return the weaknesses of the gateway's credentials."""
+    return [*token_weaknesses(rpc_settings(settings)), *certificate_weaknesses(settings)]
+
+
+def certificate_weaknesses(settings: FleetFile) -> list[Weakness]:
+    """Return the weaknesses of the gateway's certificates."""
+    fleet, gateway = settings.fleet, settings.gateway
+    own = key_pair_weaknesses(gateway.tls_cert, gateway.tls_key)
+    return [*own, *key_pair_weaknesses(fleet.cert, fleet.key)]
+
+
+def refuse_unusable(settings: FleetFile) -> None:
+    """Check the files of the settings, for a gateway and for a publisher.
+
+    Raises:
+        ConfigRefused: a file is unusable, or a certificate has expired.
+        StartRefused: a file cannot be read for now.
+    """
+    fleet, gateway = settings.fleet, settings.gateway
+    read_configured_certificate(rpc_settings(settings), "gateway")
+    etcd_credentials(fleet)
+    expired = expiry_problems("fleet.cert", fleet.cert, fleet.key)
+    expired += expiry_problems("gateway.tls-cert", gateway.tls_cert, gateway.tls_key)
+    if expired:
+        raise ConfigRefused(expired)
+
+
+class GatewayCredentials:
+    """The credentials of a running gateway; `reread` reads its settings again.
+
+    Raises:
+        ConfigRefused: a credential for nodes or etcd is unusable.
+        StartRefused: one cannot be read for now.
+    """
+
+    def __init__(self, settings: FleetFile, reread: Callable[[], FleetFile]) -> None:
+        self._settings = settings
+        self._reread = reread
+        self.own = read_own_credentials(settings)
+        self._on_change: list[Callable[[OwnCredentials], None]] = []
+        self._missing: list[Problem] = []
+        self._reasons: list[str] = []
+        self._is_complete = True
+        """Whether the last reload found all credentials usable; until it does, it is repeated."""
+        self._weaknesses = Weaknesses()
+        self._threads = start_pool(1)
+        """Not the event loop's, whose threads may all wait for the name service."""
+
+    def subscribe(self, on_change: Callable[[OwnCredentials], None]) -> None:
+        """Register a user of the own credentials, which is called with other ones."""
+        self._on_change.append(on_change)
+
+    async def run(self, hangup: asyncio.Event, server: Server, backend: FleetBackend) -> None:
+        """Read all again after each hangup, and what is missing, or refused by nodes or etcd."""
+        await self._log_weaknesses()
+        while True:
+            is_asked = await wait_event(hangup, RETRY_S)
+            hangup.clear()
+            if is_asked:
+                self._reasons = []
+            if is_asked or not self._is_complete:
+                if await self._read_all(server, is_asked=is_asked):
+                    log.info("gateway.reloaded")
+            elif _may_be_refused(backend):
+                await self.read_again()
+
+    async def log_daily(self) -> None:
+        """Log weak credentials once a day, forever."""
+        await self._weaknesses.log_daily()
+
+    async def read_again(self) -> EtcdCredentials | None:
+        """Read the own credentials again, because they are refused; None if they are unusable."""
+        own, is_usable = self.own, await self._apply(self._read_own)
+        if self.own is not own:
+            await self._log_weaknesses()
+        return self.own.etcd if is_usable else None
+
+    async def _read_all(self, server: Server, *, is_asked: bool) -> bool:
+        """Read all credentials, and the settings if asked; return whether all are in force."""
+
+        def read_tokens_again() -> Callable[[], object]:
+            missing: list[Problem] = []
+            tokens = read_tokens(rpc, missing, server.current_tokens)
+            self._missing = missing
+            return partial(server.replace_tokens, tokens)
+
+        def read_certificate_again() -> Callable[[], object]:
+            gateway = self._settings.gateway
+            _refuse_expired("gateway.tls-cert", gateway.tls_cert, gateway.tls_key)
+            certificate = read_configured_certificate(rpc, "gateway")
+            return partial(server.replace_tls, certificate.context if certificate else None)
+
+        try:
+            settings = await self._compute(self._reread) if is_asked else self._settings
+            rpc = rpc_settings(settings)
+        except (ConfigRefused, StartRefused) as error:
+            return self._log_refusal([str(error)])
+        self._settings = settings
+        parts = [self._read_own, read_tokens_again]
+        if server.has_tls:
+            parts.append(read_certificate_again)
+        self._is_complete = await self._apply(*parts)
+        if is_asked or self._is_complete:
+            await self._log_weaknesses()
+        return self._is_complete
+
+    def _read_own(self) -> Callable[[], object]:
+        fleet = self._settings.fleet
+        _refuse_expired("fleet.cert", fleet.cert, fleet.key)
+        return partial(self._use, read_own_credentials(self._settings))
+
+    def _use(self, own: OwnCredentials) -> None:
+        if not own.is_same_as(self.own):
+            self.own = own
+            for on_change in self._on_change:
+                on_change(own)
+            log.info("credential.replaced")
+
+    async def _apply(self, *parts: Callable[[], Callable[[], object]]) -> bool:
+        """Read parts and apply each; those that are unusable are logged and stay as they are."""
+        reasons: list[str] = []
+        for part in parts:
+            try:
+                apply = await self._compute(part)
+            except (ConfigRefused, StartRefused) as error:
+                reasons += str(error).splitlines()
+            else:
+                apply()
+        return self._log_refusal([*reasons, *map(str, self._missing)])
+
+    def _log_refusal(self, reasons: list[str]) -> bool:
+        """Log the reasons, unless they are the last ones; return whether there is none."""
+        if reasons and reasons != self._reasons:
+            log.warning("gateway.reload_refused", reasons=reasons)
+        self._reasons = reasons
+        return not reasons
+
+    async def _log_weaknesses(self) -> None:
+        weaknesses = partial(credential_weaknesses, self._settings)
+        self._weaknesses.replace(await self._compute(weaknesses))
+
+    async def _compute(self, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+
+
+def _may_be_refused(backend: FleetBackend) -> bool:
+    """Return whether etcd, or a node, may refuse the credentials of this gateway."""
+    return bool(backend.store.stale_reason()) or any(
+        node.unreachable or node.status is NodeStatus.DAEMON_DOWN
+        for node in backend.state.view.nodes.values()
+    )
+
+
+def _refuse_expired(setting: str, cert: Path | None, key: Path | None) -> None:
+    if expired := expiry_problems(setting, cert, key):
+        raise ConfigRefused(expired)
