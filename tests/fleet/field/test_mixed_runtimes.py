@@ -60,7 +60,7 @@ async def test_requests_find_the_runtime_that_they_need(
         assert [row["nodes"] for row in refused.json["classes"]] == [[node]]
 
 
-async def test_node_without_its_engine_takes_no_creates_until_it_is_back(
+async def test_node_without_engine_takes_creates_once_it_is_back(
     world: World, engine: EngineProxy
 ) -> None:
     await world.start_etcd()
