@@ -14,6 +14,7 @@ import math
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from http import HTTPStatus
 from typing import Any, TypeVar
 
@@ -182,31 +183,21 @@ class EtcdTransport:
 
     async def call(self, path: str, body: Mapping[str, object]) -> tuple[dict[str, Any], bool]:
         """Return the answer, and whether an earlier attempt may have taken effect."""
-        return await self._call_endpoints(
-            lambda endpoint, token: self._post(endpoint, token, path, body)
-        )
+        return await self._call_endpoints(partial(self._post, path, body))
 
     async def call_at(self, endpoint: str, path: str, body: Mapping[str, object]) -> dict[str, Any]:
         """Call exactly this endpoint and return its answer."""
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                return await self._as_user(
-                    endpoint, lambda server, token: self._post(server, token, path, body)
-                )
-        except TimeoutError:
-            raise EtcdUnavailable(f"{endpoint}: no answer in {self._timeout_s:g} s") from None
+        return (await self._call_endpoints(partial(self._post, path, body), endpoint))[0]
 
     async def stream(self, path: str, body: Mapping[str, object]) -> WatchStream:
         """Open a stream whose first message has arrived."""
-        return (
-            await self._call_endpoints(
-                lambda endpoint, token: self._open_stream(endpoint, token, path, body)
-            )
-        )[0]
+        return (await self._call_endpoints(partial(self._open_stream, path, body)))[0]
 
-    async def _call_endpoints(self, attempt: Callable[[str, str], Awaitable[T]]) -> tuple[T, bool]:
+    async def _call_endpoints(
+        self, attempt: Callable[[str, str], Awaitable[T]], *only: str
+    ) -> tuple[T, bool]:
         deadline = asyncio.get_running_loop().time() + self._timeout_s
-        endpoints = [endpoint.rstrip("/") for endpoint in self._credentials.endpoints]
+        endpoints = [endpoint.rstrip("/") for endpoint in only or self._credentials.endpoints]
         endpoints.sort(key=lambda endpoint: endpoint != self._preferred)
         faults = []
         is_repeat = False
@@ -256,7 +247,7 @@ class EtcdTransport:
         while login != self._credentials.login:
             login = self._credentials.login
             try:
-                answer = await self._post(endpoint, "", "/v3/auth/authenticate", login)
+                answer = await self._post("/v3/auth/authenticate", login, endpoint, "")
             except EtcdRefused as error:
                 if _NO_LOGINS in str(error):
                     return ""
@@ -275,7 +266,7 @@ class EtcdTransport:
                 self.replace_credentials(credentials)
 
     async def _post(
-        self, endpoint: str, token: str, path: str, body: Mapping[str, object]
+        self, path: str, body: Mapping[str, object], endpoint: str, token: str
     ) -> dict[str, Any]:
         response = await self._send(endpoint, token, path, body)
         try:
@@ -285,7 +276,7 @@ class EtcdTransport:
             raise EtcdUnavailable(f"{endpoint}: {error!r}") from None
 
     async def _open_stream(
-        self, endpoint: str, token: str, path: str, body: Mapping[str, object]
+        self, path: str, body: Mapping[str, object], endpoint: str, token: str
     ) -> WatchStream:
         stream = WatchStream(endpoint, await self._send(endpoint, token, path, body))
         try:
