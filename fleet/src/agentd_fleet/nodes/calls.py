@@ -11,20 +11,18 @@ import os
 import socket
 import ssl
 from collections.abc import AsyncIterator, Iterator, Mapping
-from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from http import HTTPStatus
 from typing import Any, Self
 
 import aiohttp
 import msgspec
 import structlog
-from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
 from agentd.client.errors import error_from_response
+from agentd.client.names import ThreadResolver
 from agentd.client.paths import api_path
-from agentd.concurrency import start_call
 from agentd.core.access import Caller, Role
 from agentd.errors import AgentdError, NodeUnavailable, UnknownKernel
 from agentd.http.callers import CALLER_HEADER, NODE_HEADER
@@ -338,7 +336,7 @@ class Nodes:
                     limit=0,
                     ssl=self._tls or True,
                     socket_factory=_socket_with_timeout,
-                    resolver=_Resolver(),
+                    resolver=ThreadResolver(),
                     keepalive_timeout=KEEPALIVE_S,
                 )
             )
@@ -419,40 +417,3 @@ def _reason(error: Exception) -> str:
     if isinstance(cause, TimeoutError):
         return "no answer in time"
     return getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
-
-
-class _Resolver(AbstractResolver):
-    """Looks up each name in a thread of its own: a silent name server delays no other name."""
-
-    async def resolve(
-        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
-    ) -> list[ResolveResult]:
-        def look_up() -> list[ResolveResult]:
-            numeric = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
-            return [
-                ResolveResult(
-                    hostname=host,
-                    host=socket.getnameinfo(address, numeric)[0],
-                    port=port,
-                    family=kind,
-                    proto=protocol,
-                    flags=socket.AI_NUMERICHOST,
-                )
-                for kind, _, protocol, _, address in socket.getaddrinfo(
-                    host, port, family, socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG
-                )
-            ]
-
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
-
-        def on_end(_: Future[list[ResolveResult]]) -> None:
-            with suppress(RuntimeError):  # the loop has ended meanwhile
-                loop.call_soon_threadsafe(ended.set)
-
-        call = start_call(f"name {host}", look_up)
-        call.add_done_callback(on_end)
-        await ended.wait()
-        return call.result()
-
-    async def close(self) -> None:
-        """Do nothing: threads end with their lookups."""
