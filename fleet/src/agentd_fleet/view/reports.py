@@ -129,21 +129,15 @@ def first_seen(record: bytes | None) -> str:
 
 def parse_known_node(node_id: str, value: bytes) -> FleetNode:
     """Return a lost node from its lasting record; an unreadable one is lost, too."""
+    node = FleetNode(node_id, {}, {}, NodeStatus.LOST)
     try:
-        if msgspec.json.decode(value, type=_ReportHeader).schema > SCHEMA:
-            return FleetNode(node_id, {}, {}, NodeStatus.LOST)
-        record = msgspec.json.decode(value, type=KnownNode)
-        types = _slot_types(tuple(record.slot_types))
-        return FleetNode(
-            node_id,
-            types,
-            {},
-            NodeStatus.LOST,
-            record.url,
-            exclusion_reason=unreachable_reason(record.url),
-        )
+        if msgspec.json.decode(value, type=_ReportHeader).schema <= SCHEMA:
+            record = msgspec.json.decode(value, type=KnownNode)
+            types, reason = _slot_types(tuple(record.slot_types)), unreachable_reason(record.url)
+            node = replace(node, slot_types=types, url=record.url, exclusion_reason=reason)
     except UNREADABLE:
-        return FleetNode(node_id, {}, {}, NodeStatus.LOST)
+        pass
+    return node
 
 
 def parse_cordon(value: bytes) -> Cordon:
