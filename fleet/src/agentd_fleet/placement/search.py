@@ -38,15 +38,15 @@ MAX_REFUSALS = 64
 """Refusals after which unavailable nodes count as tries, too."""
 DRAWS = (MAX_TRIES, 64, 256)
 """Agents that are drawn first, and again while the ones before were unavailable."""
-FAILED_FOR_S = 60.0
-"""Seconds in which a node that was unavailable is the last choice."""
+FAILED_FOR_S, SUSPECT_FOR_S = 60.0, 3600.0
+"""Seconds in which a node that was unavailable is the last choice, and is asked before a create."""
 
 
 class FailedNodes:
-    """The nodes that failed a request within `FAILED_FOR_S`."""
+    """The nodes that failed a request within `SUSPECT_FOR_S`."""
 
     def __init__(self) -> None:
-        self._until: dict[str, float] = {}
+        self._failed_at: dict[str, float] = {}
 
     def add(self, node_id: str, error: AgentdError, *, is_placed: bool = False) -> None:
         """Note a node that was unavailable.
@@ -54,13 +54,13 @@ class FailedNodes:
         One that cannot pull an image is one of them once another node had it (`is_placed`).
         """
         if _is_node_failure(error) or (is_placed and isinstance(error, ImageUnavailable)):
-            self._until[node_id] = asyncio.get_running_loop().time() + FAILED_FOR_S
+            self._failed_at[node_id] = asyncio.get_running_loop().time()
 
-    def node_ids(self) -> frozenset[str]:
-        """Return the nodes that failed lately."""
+    def node_ids(self, within_s: float = FAILED_FOR_S) -> frozenset[str]:
+        """Return the nodes that failed within some seconds."""
         now = asyncio.get_running_loop().time()
-        self._until = {node_id: until for node_id, until in self._until.items() if until > now}
-        return frozenset(self._until)
+        self._failed_at = {n: at for n, at in self._failed_at.items() if now - at < SUSPECT_FOR_S}
+        return frozenset(n for n, at in self._failed_at.items() if now - at < within_s)
 
 
 def _is_node_failure(error: AgentdError) -> bool:
@@ -105,13 +105,16 @@ class Search:
         """Return the next agent to call, None if there is none."""
         while self._tries and (self._queue or self._draw()):
             first, is_asking = self._queue[0], bool(self.refused) or self._query.is_dry_run
-            if first in self.decisions or (
-                not is_asking and self._state.has_answered(first.node_id)
-            ):
+            if first in self.decisions or not (is_asking or self._is_doubtful(first.node_id)):
                 self._tries -= 1
                 return self._queue.popleft()
             await self._ask([*self._queue] if is_asking or not self._sizes else [first])
         return None
+
+    def _is_doubtful(self, node_id: str) -> bool:
+        """Return whether a create might get lost, since a network may drop only large requests."""
+        suspects = self._failed.node_ids(SUSPECT_FOR_S)
+        return node_id in suspects or not self._state.has_answered(node_id)
 
     def refuse(self, candidate: Candidate, error: AgentdError) -> None:
         """Note that an agent that was called refused, or cannot be called."""
