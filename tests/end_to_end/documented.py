@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -136,7 +137,7 @@ def generated(document: dict[str, Any], folder: Path, name: str) -> Iterator[Any
 
 
 def called(server: Documented, package: Any) -> dict[str, int]:
-    """Call every function of a generated client, deletes last; return the status of each."""
+    """Call every function of a generated client, deletes and cordons last; return the statuses."""
     client = package.AuthenticatedClient(base_url=server.url, token=TOKEN)
     modules = [
         importlib.import_module(found.name)
@@ -144,7 +145,9 @@ def called(server: Documented, package: Any) -> dict[str, int]:
         if found.name.count(".") == 3 and ".api." in found.name
     ]
     answers = {}
-    for module in sorted(modules, key=lambda module: "delete" in module.__name__):
+    for module in sorted(
+        modules, key=lambda module: re.search("delete|cordon", module.__name__) is not None
+    ):
         name = module.__name__.rpartition(".")[2]
         arguments = _arguments(server, package, module, name)
         if name in server.streams:
