@@ -9,6 +9,8 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 
+from agentd.core.printable import printable_line
+
 _SOCKET_TYPE = socket.SOCK_DGRAM | socket.SOCK_CLOEXEC
 SEND_TIMEOUT_S = 1.0
 """Seconds that a manager which does not read may block the daemon."""
@@ -40,7 +42,7 @@ class Notifier:
 
     def status(self, text: str) -> None:
         """Send a one-line status; dropped if the manager does not read."""
-        self._send(f"STATUS={text}", patience_s=0)
+        self._send(f"STATUS={printable_line(text)}", patience_s=0)
 
     def stopping(self) -> None:
         """Report the beginning of a stop."""

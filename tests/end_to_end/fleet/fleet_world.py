@@ -9,7 +9,7 @@ import signal
 import ssl
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -277,10 +277,13 @@ class World:
         """The `[fleet]` table for etcd."""
         return self.kept_as("")
 
-    def kept_as(self, user: str, password: str = "", fleet: str = "main") -> str:
+    def kept_as(
+        self, user: str, password: str = "", fleet: str = "main", endpoints: Iterable[str] = ()
+    ) -> str:
         """Return the `[fleet]` table for a user of etcd, whose password is in a file of its own."""
         assert self.etcd is not None
-        table = f'[fleet]\nname = "{fleet}"\netcd = {json.dumps(self.etcd.endpoints)}\n'
+        listed = json.dumps([*endpoints] or self.etcd.endpoints)
+        table = f'[fleet]\nname = "{fleet}"\netcd = {listed}\n'
         if not user:
             return table
         file = self.folder / f"password-{user}"
@@ -335,9 +338,9 @@ class World:
         listed = [f"unix:{daemon.folder}/agentd.sock" for daemon in self.nodes.values()]
         return f"[fleet]\nnodes = {json.dumps(listed)}\n"
 
-    def client(self) -> EtcdClient:
+    def client(self, user: str = "", password: str = "") -> EtcdClient:
         assert self.etcd is not None
-        return EtcdClient(EtcdCredentials(self.etcd.endpoints))
+        return EtcdClient(EtcdCredentials(self.etcd.endpoints, user, password))
 
     async def census(self) -> dict[str, list[str]]:
         """Which nodes have each kernel, as the nodes say themselves."""

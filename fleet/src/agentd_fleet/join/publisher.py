@@ -9,6 +9,9 @@ parser of the settings takes no memory here.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
+import math
 import os
 import random
 import signal
@@ -19,6 +22,7 @@ from pathlib import Path
 
 import msgspec
 import structlog
+from msgspec.structs import replace
 
 from agentd import log as logs
 from agentd import stderr
@@ -30,10 +34,10 @@ from agentd.program.background import Background
 from agentd.program.boot_id import boot_id
 from agentd.program.exit_status import exit_refused
 from agentd.program.process import prepare_daemon
-from agentd.program.sd_notify import Notifier
 from agentd.program.weaknesses import Weakness, Weaknesses
+from agentd_fleet.join.status import PublisherStatus
 from agentd_fleet.nodes.reader import MAX_ANSWER, NodeReader
-from agentd_fleet.store.etcd_client import EtcdClient
+from agentd_fleet.store.etcd_client import EtcdClient, KeyValue
 from agentd_fleet.store.etcd_transport import EtcdCredentials, EtcdRefused, LeaseGone
 from agentd_fleet.store.keys import fleet_key, fleet_prefix
 from agentd_fleet.view.reports import (
@@ -48,7 +52,12 @@ log = structlog.get_logger()
 
 FREE_PAUSE_S = 1.0
 """Minimum seconds between two reports of free amounts."""
-ERROR_LOG_PERIOD_S = 30.0
+MAX_RENEW_PERIOD_S = 10.0
+"""Maximum seconds between two renewals, after which a deleted key is written again."""
+MAX_RETRY_S = 3.0
+"""Maximum seconds before a retry, which are a fifth of the lease in a small fleet."""
+PARTS = ("nodes", "free", "known")
+"""Parts of the fleet's keys that have one of each node, written by its publisher alone."""
 
 
 class JoinOptions(msgspec.Struct, frozen=True):
@@ -70,135 +79,200 @@ class JoinOptions(msgspec.Struct, frozen=True):
 
 
 class NodeIdTaken(AgentdError):
-    """Another node of this fleet has the node id."""
+    """Another publisher of this fleet has the node id under a living lease."""
 
     code = "DuplicateNode"
 
 
 class Publisher:
-    """Publishes reports of a node while it owns the node id in the fleet."""
+    """Publishes reports of a node while it owns the node id in the fleet.
+
+    A lease vouches for the keys that were written under it. So each renewal first verifies that
+    they are as this publisher left them, and the lease is left to end once a report has been
+    unwritten for longer than it. After an error, the keys are read again before they are written.
+    """
 
     def __init__(
         self, etcd: EtcdClient, options: JoinOptions, install_id: str, boot_id: str
     ) -> None:
         self._etcd = etcd
         self._options = options
+        self._url = options.url or "no address"
         self._install_id, self._boot_id = install_id, boot_id
         self._reading: NodeReading | None = None
         self._changed = asyncio.Event()
         self._lease = 0
-        self._revision = 0
-        self._published_values: tuple[bytes, bytes] = (b"", b"")
-        self._recorded = b""
+        self._renew_at = 0.0
+        self._unwritten_since = math.inf
+        self._pairs: dict[str, KeyValue] = {}
+        """The node's keys as they are in etcd, by part; empty while that is not known."""
+        self._is_record_refused = False
+        self._rival = ""
+        """Address of another publisher that waits for the node id."""
         self._free_publish_at = 0.0
-        self._notifier = Notifier()
-        self._next_log_at = 0.0
+        self._status = PublisherStatus()
 
     async def set_reading(self, reading: NodeReading) -> None:
-        """Take the node's latest reading; without an id, the daemon has never answered."""
-        if reading.node_id:
-            self._reading = reading
-            self._changed.set()
-        else:
-            self._notifier.status(f"not in the fleet: {reading.reason}")
+        """Take the node's latest reading."""
+        if not reading.node_id:  # it has not answered yet
+            self._status.show(f"not in the fleet: {self._options.socket}: {reading.reason}")
+            return
+        if self._reading is not None and reading.node_id != self._reading.node_id:
+            self._lease, self._pairs = 0, {}  # those of the other id end with their lease
+        self._reading = reading
+        self._changed.set()
 
     async def run(self) -> None:
         """Publish until cancelled, retrying after every error."""
-        self._notifier.ready("not in the fleet yet")
+        self._status.ready()
         loop = asyncio.get_running_loop()
-        keepalive_at = 0.0
+        pause_s = min(self._options.lease_s / 5, MAX_RETRY_S)
+        await self._changed.wait()
         while True:
-            await wait_event(self._changed, max(keepalive_at - loop.time(), 0.01))
+            await wait_event(self._changed, max(self._renew_at - loop.time(), 0.01))
             self._changed.clear()
-            if self._reading is None:
-                keepalive_at = loop.time() + 1.0
+            if (reading := self._reading) is None:
                 continue
             try:
-                if self._lease and loop.time() >= keepalive_at:
-                    keepalive_at = loop.time() + self._options.lease_s / 3
-                    if not await self._etcd.keep_alive(self._lease):
-                        self._lease = 0
-                if not self._lease:
-                    keepalive_at = loop.time() + self._options.lease_s / 3
-                    await self._join(self._reading)
-                await self._publish(self._reading)
+                if loop.time() >= self._renew_at:
+                    await self._renew(reading)
+                self._unwritten_since = min(self._unwritten_since, loop.time())
+                await self._publish(reading)
+                self._unwritten_since = math.inf
             except AgentdError as error:
-                self._log_error(error)
+                self._pairs = {}
                 if isinstance(error, (LeaseGone, NodeIdTaken)):
                     self._lease = 0
+                where = "no report since an error" if self._lease else "not in the fleet"
+                self._status.failed(where, error)
                 self._changed.set()
-                await asyncio.sleep(random.uniform(0.2, 1.0))  # noqa: S311 - spreads the publishers
+                await asyncio.sleep(random.uniform(0.2, pause_s))  # noqa: S311 - spreads the publishers
+            else:
+                self._status.published(reading.node_id, self._options.fleet, self._rival)
 
-    async def _join(self, reading: NodeReading) -> None:
-        """Claim the node id under a new lease.
+    async def hand_over(self) -> None:
+        """Give the next publisher of this install a whole lease to take the node id over."""
+        if self._lease and self._pairs:
+            with contextlib.suppress(AgentdError):
+                await self._etcd.keep_alive(self._lease)
+
+    async def _renew(self, reading: NodeReading) -> None:
+        """Verify the node's keys, and keep the lease alive if it may vouch for them."""
+        loop = asyncio.get_running_loop()
+        written = self._pairs
+        revisions = {pair.key: pair.mod_revision for pair in written.values()}
+        self._rival = ""
+        if revisions and not await self._etcd.have_revisions(revisions):
+            await self._read_keys(reading)
+            if deleted := sorted(written.keys() - self._pairs.keys()):
+                log.warning("node.keys_deleted", node_id=reading.node_id, keys=deleted)
+        if loop.time() > self._unwritten_since + self._options.lease_s:
+            return
+        if self._lease and not await self._etcd.keep_alive(self._lease):
+            self._lease = 0
+        self._renew_at = loop.time() + min(self._options.lease_s / 3, MAX_RENEW_PERIOD_S)
+
+    async def _read_keys(self, reading: NodeReading) -> None:
+        """Read the node's keys.
 
         Raises:
-            NodeIdTaken: another install has it, or this one had it before a reboot; then it is free
-                once that lease has ended.
+            NodeIdTaken: another publisher has the node id, until its lease has ended. A key without
+                a lease vouches for nobody.
         """
-        key = self._key("nodes", reading)
-        published = await self._etcd.get(key)
-        if published is not None and not self._is_own_report(published.value):
-            raise NodeIdTaken(
-                _node_id_taken_reason(reading.node_id, published.value, self._options.url)
-            )
-        lease = await self._etcd.grant(self._options.lease_s)
-        value = self._encode_report(reading)
-        expected = published.mod_revision if published is not None else 0
-        revision = await self._etcd.put_if(key, value, expected=expected, lease=lease)
-        if revision is None:
-            raise NodeIdTaken(f"node id {reading.node_id} was claimed concurrently by another node")
-        self._lease, self._revision, self._published_values = lease, revision, (value, b"")
-        self._recorded = b""
-        log.info("node.published", node_id=reading.node_id, fleet=self._options.fleet)
-        self._notifier.status(f"node {reading.node_id} is in fleet {self._options.fleet}")
+        pairs = {part: await self._read_key(part, reading) for part in PARTS}
+        node, known = pairs["nodes"], pairs["known"]
+        record = _parse_record(known)
+        if node is not None and node.lease and not self._is_own_report(node.value):
+            if known is not None and record is not None and record.rival != self._url:
+                rival_record = msgspec.json.encode(replace(record, rival=self._url))
+                await self._etcd.put_if(known.key, rival_record, expected=known.mod_revision)
+            raise NodeIdTaken(_node_id_taken_reason(reading.node_id, node.value, self._url))
+        self._pairs = {part: pair for part, pair in pairs.items() if pair is not None}
+        if record is not None and record.rival:
+            self._rival = record.rival
+            self._status.has_rival(reading.node_id, self._url, record.rival)
+
+    async def _read_key(self, part: str, reading: NodeReading) -> KeyValue | None:
+        try:
+            return await self._etcd.get(self._key(part, reading))
+        except EtcdRefused as error:
+            if part != "known":
+                raise
+            self._on_record_refused(reading, error)
+            return None
 
     def _is_own_report(self, value: bytes) -> bool:
         try:
             report = msgspec.json.decode(value, type=NodeReport)
         except UNREADABLE:
             return False
-        return (report.install_id, report.boot_id) == (self._install_id, self._boot_id)
+        older_id = self._install_id.partition("@")[0]  # a publisher of an older version wrote it
+        return report.boot_id == self._boot_id and report.install_id in (self._install_id, older_id)
 
     async def _publish(self, reading: NodeReading) -> None:
-        """Write the changes since the last write."""
-        report, free = self._encode_report(reading), msgspec.json.encode(reading.free)
-        if report != self._published_values[0]:
-            key = self._key("nodes", reading)
-            revision = await self._etcd.put_if(
-                key, report, expected=self._revision, lease=self._lease
-            )
-            if revision is None:
-                raise NodeIdTaken(f"node id {reading.node_id} is published by another node")
-            self._revision, self._published_values = revision, (report, self._published_values[1])
-        if not reading.reason:
-            await self._record_node(reading)
-        if free != self._published_values[1]:
-            loop = asyncio.get_running_loop()
-            if (wait_s := self._free_publish_at - loop.time()) > 0:
-                loop.call_later(wait_s, self._changed.set)
-                return
-            await self._etcd.put(self._key("free", reading), free, lease=self._lease)
-            self._free_publish_at = loop.time() + FREE_PAUSE_S
-            self._published_values = report, free
+        """Write what differs in etcd, under a lease."""
+        if not self._pairs:
+            await self._read_keys(reading)
+        if is_new := not self._lease:
+            self._lease = await self._etcd.grant(self._options.lease_s)
+            self._is_record_refused = False
+        while not await self._write_changes(reading):
+            await self._read_keys(reading)
+        if is_new:
+            log.info("node.published", node_id=reading.node_id, fleet=self._options.fleet)
 
-    async def _record_node(self, reading: NodeReading) -> None:
+    async def _write_changes(self, reading: NodeReading) -> bool:
+        """Write what differs in etcd; return False if a key was not as it was read."""
+        report, free = self._encode_report(reading), msgspec.json.encode(reading.free)
+        if not await self._write("nodes", reading, report, self._lease):
+            return False
+        if not (reading.reason or self._is_record_refused) and not await self._record(reading):
+            return False
+        loop = asyncio.get_running_loop()
+        if self._is_written("free", free, self._lease):
+            return True
+        if (wait_s := self._free_publish_at - loop.time()) > 0:
+            loop.call_later(wait_s, self._changed.set)
+            return True
+        is_as_read = await self._write("free", reading, free, self._lease)
+        self._free_publish_at = loop.time() + FREE_PAUSE_S
+        return is_as_read
+
+    async def _record(self, reading: NodeReading) -> bool:
         """Record the node and its slots permanently, beyond its lease."""
-        content = msgspec.json.encode([self._options.url, reading.slot_types])
-        if content == self._recorded:
-            return
-        key = self._key("known", reading)
+        stored = self._pairs.get("known")
+        record = KnownNode(
+            first_seen=first_seen(stored.value if stored is not None else None),
+            url=self._options.url,
+            slot_types=reading.slot_types,
+        )
         try:
-            stored = await self._etcd.get(key)
-            record = KnownNode(
-                first_seen=first_seen(stored.value if stored is not None else None),
-                url=self._options.url,
-                slot_types=reading.slot_types,
-            )
-            await self._etcd.put(key, msgspec.json.encode(record))
-        except EtcdRefused as error:  # a missing right; the node is in the fleet anyway
+            return await self._write("known", reading, msgspec.json.encode(record), 0)
+        except EtcdRefused as error:
+            self._on_record_refused(reading, error)
+            return True
+
+    def _on_record_refused(self, reading: NodeReading, error: EtcdRefused) -> None:
+        """Go on without the lasting record: a right is missing, and the node is in the fleet."""
+        if not self._is_record_refused:
+            self._is_record_refused = True
+            key = self._key("known", reading)
             log.warning("node.record_failed", key=key, reason=str(error))
-        self._recorded = content
+
+    def _is_written(self, part: str, value: bytes, lease: int) -> bool:
+        pair = self._pairs.get(part)
+        return pair is not None and (pair.value, pair.lease) == (value, lease)
+
+    async def _write(self, part: str, reading: NodeReading, value: bytes, lease: int) -> bool:
+        """Write a key unless it is so; return False if it was not as it was read."""
+        if self._is_written(part, value, lease):
+            return True
+        key, pair = self._key(part, reading), self._pairs.get(part)
+        expected = pair.mod_revision if pair is not None else 0
+        revision = await self._etcd.put_if(key, value, expected=expected, lease=lease)
+        if revision is not None:
+            self._pairs[part] = KeyValue(key, value, revision, revision, lease)
+        return revision is not None
 
     def _encode_report(self, reading: NodeReading) -> bytes:
         options = self._options
@@ -213,12 +287,12 @@ class Publisher:
     def _key(self, part: str, reading: NodeReading) -> str:
         return fleet_key(fleet_prefix(self._options.fleet), part, reading.node_id)
 
-    def _log_error(self, error: AgentdError) -> None:
-        now = asyncio.get_running_loop().time()
-        if now >= self._next_log_at:
-            log.error("node.publish_failed", code=error.code, reason=str(error))
-            self._notifier.status(f"not in the fleet: {error}")
-            self._next_log_at = now + ERROR_LOG_PERIOD_S
+
+def _parse_record(pair: KeyValue | None) -> KnownNode | None:
+    try:
+        return None if pair is None else msgspec.json.decode(pair.value, type=KnownNode)
+    except UNREADABLE:
+        return None
 
 
 def _node_id_taken_reason(node_id: str, value: bytes, own_url: str) -> str:
@@ -227,17 +301,20 @@ def _node_id_taken_reason(node_id: str, value: bytes, own_url: str) -> str:
     except UNREADABLE:
         owner = "an unreadable report"
     return (
-        f"node id {node_id} is taken by {owner}; this one is at {own_url or 'no address'}."
+        f"node id {node_id} is taken by {owner}; this one is at {own_url}."
         " If that was this host before a reboot or reinstallation, the id is free in a few seconds;"
-        " otherwise change one of the ids"
+        " otherwise end one of the two publishers, or change one of the ids"
     )
 
 
-def load_install_id(folder: Path) -> str:
-    """Return the id of this install, created once.
+def lock_install_id(folder: Path) -> str:
+    """Return an id of this install that no copy of it and no other process has.
+
+    The id in the file is created once. Its device and inode distinguish it from copies, and a lock
+    that ends with this process from other processes here, which get a random id.
 
     Raises:
-        OSError: it cannot be saved.
+        OSError: the id cannot be saved.
     """
     path = folder / "install-id"
     folder.mkdir(parents=True, exist_ok=True)
@@ -245,7 +322,14 @@ def load_install_id(folder: Path) -> str:
         new_path = path.with_suffix(".new")
         new_path.write_text(f"{uuid.uuid4().hex}\n")
         new_path.replace(path)
-    return path.read_text().strip()
+    descriptor = os.open(path, os.O_RDONLY)  # open until this process ends
+    install_id = path.read_text().strip()
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return f"{install_id}@{uuid.uuid4().hex}"
+    status = os.fstat(descriptor)
+    return f"{install_id}@{status.st_dev}:{status.st_ino}"
 
 
 def etcd_tls_context(options: JoinOptions) -> ssl.SSLContext:
@@ -272,7 +356,7 @@ async def publish(options: JoinOptions) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     async with EtcdClient(credentials) as etcd:
-        publisher = Publisher(etcd, options, load_install_id(Path(options.state_dir)), boot_id())
+        publisher = Publisher(etcd, options, lock_install_id(Path(options.state_dir)), boot_id())
         async with AsyncClient(options.socket, timeout_s=5.0, max_bytes=MAX_ANSWER) as client:
             failures: list[str] = []
 
@@ -290,6 +374,7 @@ async def publish(options: JoinOptions) -> None:
             )
             await stopped.wait()
             await background.close()
+            await publisher.hand_over()
     if failures:
         raise DaemonFailed(failures[0])
 

@@ -208,7 +208,9 @@ class EtcdStore:
         self._has_unwritten.set()
         on_answer = partial(self._on_answer, part)
         on_answer()
-        watch = self._etcd.watch(prefix, after=revision, silence_s=SILENCE_S, on_answer=on_answer)
+        watch = self._etcd.watch(
+            prefix, after=revision, silence_s=SILENCE_S, on_answer=on_answer, keys=hashes
+        )
         async with contextlib.aclosing(watch) as changes:
             async for batch, reached in changes:
                 self._revision = max(self._revision, reached)
@@ -313,7 +315,7 @@ class EtcdStore:
 
     async def _write(self) -> None:
         """Write the slot types that nodes offer and the fleet lacks; repeat failed writes."""
-        reason = ""
+        failures = 0
         while await self._has_unwritten.wait():
             self._has_unwritten.clear()
             values: dict[str, tuple[bytes, str]] = {}
@@ -324,10 +326,10 @@ class EtcdStore:
                     values.setdefault(f"{self._prefix}slot-types/{slot.name}", (value, node_key))
             try:
                 await self._etcd.create_all(values)
-                reason = ""
+                failures = 0
             except AgentdError as error:
-                if not reason:
+                if failures == 1:  # not at once: a connection may have broken
                     log.warning("slot_type.write_failed", reason=str(error))
-                reason = str(error)
+                failures += 1
                 await asyncio.sleep(random.uniform(*RETRY_S))  # noqa: S311 - not a secret
                 self._has_unwritten.set()

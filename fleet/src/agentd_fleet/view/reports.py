@@ -93,12 +93,16 @@ class FreeReport(msgspec.Struct, frozen=True):
 
 
 class KnownNode(msgspec.Struct, frozen=True, kw_only=True):
-    """The lasting record of a node whose lease has ended, until it is forgotten."""
+    """The lasting record of a node whose lease has ended, until it is forgotten.
+
+    A `rival` is the address of another publisher that waits for the node id.
+    """
 
     schema: int = SCHEMA
     first_seen: str
     url: str
     slot_types: list[SlotTypeReport] = []
+    rival: str = ""
 
     @classmethod
     def of(cls, node: FleetNode) -> KnownNode:
