@@ -11,7 +11,7 @@ from support.waiting import until
 SOON = {"agentd_fleet.credentials.RETRY_S": 0.2}
 
 
-async def test_node_with_an_expired_certificate_is_unusable_until_renewed(world: World) -> None:
+async def test_node_with_expired_certificate_is_unusable_until_renewed(world: World) -> None:
     await world.start_etcd()
     (node,) = await world.start_nodes("none")
     (world.folder / "pair").mkdir()
