@@ -19,7 +19,9 @@ from support.certificates import certificate, certificate_of_version_2, certific
 def gateway_tls(folder: Path, ca: Path | None) -> ssl.SSLContext:
     file = folder / "fleet.toml"
     file.write_text('[fleet]\nname = "main"\n' if ca is None else f'[fleet]\nca = "{ca}"\n')
-    return credentials.client_tls_context(load(str(file), {}).fleet)
+    context = credentials.etcd_credentials(load(str(file), {}).fleet).tls
+    assert context is not None
+    return context
 
 
 def publisher_tls(folder: Path, ca: Path | None) -> ssl.SSLContext:
