@@ -15,7 +15,6 @@ import math
 import os
 import random
 import signal
-import ssl
 import sys
 import uuid
 from pathlib import Path
@@ -27,18 +26,17 @@ from msgspec.structs import replace
 from agentd import log as logs
 from agentd import stderr
 from agentd.client.asynchronous import AsyncClient
-from agentd.client.tls import client_tls
 from agentd.concurrency import wait_event
 from agentd.errors import AgentdError, DaemonFailed
 from agentd.program.background import Background
 from agentd.program.boot_id import boot_id
 from agentd.program.exit_status import exit_refused
-from agentd.program.process import prepare_daemon
-from agentd.program.weaknesses import Weakness, Weaknesses
+from agentd.program.process import early_signals, prepare_daemon
+from agentd_fleet.join.options import JoinCredentials, JoinOptions
 from agentd_fleet.join.status import PublisherStatus
 from agentd_fleet.nodes.reader import MAX_ANSWER, NodeReader
 from agentd_fleet.store.etcd_client import EtcdClient, KeyValue
-from agentd_fleet.store.etcd_transport import EtcdCredentials, EtcdRefused, LeaseGone
+from agentd_fleet.store.etcd_transport import EtcdRefused, LeaseGone
 from agentd_fleet.store.keys import fleet_key, fleet_prefix
 from agentd_fleet.view.reports import (
     UNREADABLE,
@@ -58,24 +56,6 @@ MAX_RETRY_S = 3.0
 """Maximum seconds before a retry, which are a fifth of the lease in a small fleet."""
 PARTS = ("nodes", "free", "known")
 """Parts of the fleet's keys that have one of each node, written by its publisher alone."""
-
-
-class JoinOptions(msgspec.Struct, frozen=True):
-    """The publisher's settings; files are paths."""
-
-    fleet: str
-    endpoints: tuple[str, ...]
-    user: str
-    password: str
-    ca: str | None
-    cert: str | None
-    key: str | None
-    socket: str
-    url: str
-    labels: dict[str, str]
-    lease_s: int
-    state_dir: str
-    weaknesses: tuple[Weakness, ...] = ()
 
 
 class NodeIdTaken(AgentdError):
@@ -332,30 +312,24 @@ def lock_install_id(folder: Path) -> str:
     return f"{install_id}@{status.st_dev}:{status.st_ino}"
 
 
-def etcd_tls_context(options: JoinOptions) -> ssl.SSLContext:
-    """Return the TLS context for etcd, by default with the system's CAs."""
-    context = client_tls(cafile=options.ca or None)
-    if options.cert:
-        context.load_cert_chain(options.cert, options.key)
-    return context
-
-
 async def publish(options: JoinOptions) -> None:
-    """Publish the node of a socket until SIGTERM or SIGINT.
+    """Publish the node of a socket until SIGTERM or SIGINT; SIGHUP reads credentials again.
 
     Published reports stay until the lease ends, so the node survives a restart of the publisher.
 
     Raises:
         DaemonFailed: a part of the publisher has ended.
     """
-    endpoints = random.sample(options.endpoints, len(options.endpoints))
-    credentials = EtcdCredentials(
-        tuple(endpoints), options.user, options.password, etcd_tls_context(options)
-    )
-    stopped = asyncio.Event()
+    stopped, hangup = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    async with EtcdClient(credentials) as etcd:
+        loop.add_signal_handler(number, stopped.set)
+    loop.add_signal_handler(signal.SIGHUP, hangup.set)
+    if signal.SIGHUP in early_signals:
+        hangup.set()
+    credentials = JoinCredentials(options)
+    etcd_client = EtcdClient(options.to_credentials(), read_again=credentials.read_again)
+    async with etcd_client as etcd:
         publisher = Publisher(etcd, options, lock_install_id(Path(options.state_dir)), boot_id())
         async with AsyncClient(options.socket, timeout_s=5.0, max_bytes=MAX_ANSWER) as client:
             failures: list[str] = []
@@ -365,9 +339,8 @@ async def publish(options: JoinOptions) -> None:
                 stopped.set()
 
             background = Background(fail)
-            weaknesses = Weaknesses()
-            weaknesses.replace(options.weaknesses)
-            background.run("credentials", weaknesses.log_daily())
+            background.run("credentials", credentials.log_daily())
+            background.run("reload", credentials.run(hangup, etcd))
             background.run("publisher", publisher.run())
             background.run(
                 "reader", NodeReader(options.socket, client, publisher.set_reading).run()
