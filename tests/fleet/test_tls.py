@@ -24,11 +24,11 @@ def gateway_tls(folder: Path, ca: Path | None) -> ssl.SSLContext:
 
 def publisher_tls(folder: Path, ca: Path | None) -> ssl.SSLContext:
     options = JoinOptions(
-        fleet="main",
-        endpoints=(),
+        name="main",
+        etcd=(),
         ca=None if ca is None else str(ca),
         socket="/run/agentd.sock",
-        lease_s=15,
+        lease=15,
         state_dir=str(folder),
     )
     return etcd_tls_context(options)

@@ -86,32 +86,19 @@ def _read_join_options(config_file: str | None, *, refuses_expired: bool = False
 
     from agentd.http.credentials import expiry_problems, key_pair_weaknesses
     from agentd_fleet.credentials import etcd_credentials
-    from agentd_fleet.join.options import JoinOptions, read_stamps
+    from agentd_fleet.join.options import JoinOptions
     from agentd_fleet.settings import load
 
     try:
         settings = load(config_file)
-        fleet, join_settings = settings.fleet, settings.join
+        fleet = settings.fleet
         if not fleet.etcd:
             raise ConfigRefused([Problem("fleet.etcd", "missing: expected the addresses of etcd")])
-        options = JoinOptions(
-            config=config_file,
-            fleet=fleet.name,
-            endpoints=fleet.etcd,
-            user=fleet.etcd_user,
-            password_file=str(fleet.etcd_password_file) if fleet.etcd_password_file else None,
-            ca=str(fleet.ca) if fleet.ca else None,
-            cert=str(fleet.cert) if fleet.cert else None,
-            key=str(fleet.key) if fleet.key else None,
-            socket=str(join_settings.socket),
-            url=join_settings.url,
-            labels=dict(join_settings.labels),
-            lease_s=join_settings.lease,
-            state_dir=str(join_settings.state_dir),
-        )
+        values = {**fleet.model_dump(mode="json"), **settings.join.model_dump(mode="json")}
+        options = msgspec.convert({**values, "config": config_file}, JoinOptions)
         options = msgspec.structs.replace(
             options,
-            stamps=read_stamps(options.files),
+            changed_at=options.read_times(),
             password=etcd_credentials(fleet).password,
             weaknesses=tuple(key_pair_weaknesses(fleet.cert, fleet.key)),
         )

@@ -13,10 +13,10 @@ from agentd_fleet.nodes.reader import NodeReader
 
 def options(folder: Path) -> JoinOptions:
     return JoinOptions(
-        fleet="f",
-        endpoints=("http://127.0.0.1:1",),
+        name="f",
+        etcd=("http://127.0.0.1:1",),
         socket=str(folder / "none.sock"),
-        lease_s=2,
+        lease=2,
         state_dir=str(folder),
     )
 

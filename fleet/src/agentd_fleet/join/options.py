@@ -10,7 +10,6 @@ import asyncio
 import os
 import random
 import ssl
-from collections.abc import Iterable
 from functools import partial
 from subprocess import DEVNULL, PIPE
 
@@ -18,7 +17,7 @@ import msgspec
 import structlog
 
 from agentd.client.tls import client_tls
-from agentd.concurrency import Walk, call_in_time
+from agentd.concurrency import call_in_time
 from agentd.program.process import python_command
 from agentd.program.weaknesses import Weakness, Weaknesses
 from agentd_fleet.store.etcd_client import EtcdClient
@@ -26,38 +25,29 @@ from agentd_fleet.store.etcd_transport import EtcdCredentials
 
 log = structlog.get_logger()
 
-FileStamp = tuple[int, int, int] | None
-"""Inode, size and time of change (ns) of a file; None if it cannot be read."""
-
 
 class JoinOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The publisher's settings; files are paths.
+    """The publisher's settings of `[fleet]` and `[join]`; files are paths.
 
-    `stamps` are those of the files of credentials, from before they were read.
+    `changed_at` has the times of the files of credentials, from before they were read.
     """
 
     config: str | None = None
-    fleet: str
-    endpoints: tuple[str, ...]
-    user: str = ""
+    name: str
+    etcd: tuple[str, ...]
+    etcd_user: str = ""
+    etcd_password_file: str | None = None
     password: str = ""
-    password_file: str | None = None
     ca: str | None = None
     cert: str | None = None
     key: str | None = None
-    stamps: tuple[FileStamp, ...] = ()
     socket: str
     url: str = ""
     labels: dict[str, str] = {}
-    lease_s: int
+    lease: int
     state_dir: str
+    changed_at: tuple[int, ...] = ()
     weaknesses: tuple[Weakness, ...] = ()
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        """The files of credentials."""
-        files = (self.password_file, self.ca, self.cert, self.key)
-        return tuple(file for file in files if file is not None)
 
     def to_credentials(self) -> EtcdCredentials:
         """Return the credentials for etcd, with the endpoints in random order.
@@ -65,8 +55,21 @@ class JoinOptions(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             OSError, ValueError: a certificate cannot be read.
         """
-        endpoints = random.sample(self.endpoints, len(self.endpoints))
-        return EtcdCredentials(tuple(endpoints), self.user, self.password, etcd_tls_context(self))
+        endpoints = random.sample(self.etcd, len(self.etcd))
+        tls = etcd_tls_context(self)
+        return EtcdCredentials(tuple(endpoints), self.etcd_user, self.password, tls)
+
+    def read_times(self) -> tuple[int, ...]:
+        """Return when each file of credentials changed (ns), 0 if it cannot be read for now."""
+        files = (self.etcd_password_file, self.ca, self.cert, self.key)
+        return tuple(_changed_at(file) for file in files if file is not None)
+
+
+def _changed_at(file: str) -> int:
+    try:
+        return call_in_time(file, partial(os.stat, file)).st_ctime_ns
+    except OSError:
+        return 0
 
 
 def etcd_tls_context(options: JoinOptions) -> ssl.SSLContext:
@@ -75,19 +78,6 @@ def etcd_tls_context(options: JoinOptions) -> ssl.SSLContext:
     if options.cert:
         context.load_cert_chain(options.cert, options.key)
     return context
-
-
-def read_stamps(files: Iterable[str]) -> tuple[FileStamp, ...]:
-    """Return the stamps of files, which may be on a dead mount."""
-    walk, stamps = Walk(), list[FileStamp]()
-    for file in files:
-        try:
-            status = call_in_time(file, partial(os.stat, file), walk)
-        except OSError:
-            stamps.append(None)
-        else:
-            stamps.append((status.st_ino, status.st_size, status.st_mtime_ns))
-    return tuple(stamps)
 
 
 class JoinCredentials:
@@ -114,7 +104,7 @@ class JoinCredentials:
 
     async def read_again(self) -> EtcdCredentials | None:
         """Read the credentials again if a file of theirs has changed, because they are refused."""
-        if await asyncio.to_thread(read_stamps, self._options.files) == self._options.stamps:
+        if await asyncio.to_thread(self._options.read_times) == self._options.changed_at:
             return None
         return await self._read()
 
@@ -136,7 +126,7 @@ class JoinCredentials:
                 self._refusal = str(error)
                 log.warning("publisher.reload_refused", reason=self._refusal)
             return None
-        if options.stamps != self._options.stamps:
+        if options.changed_at != self._options.changed_at:
             log.info("credential.replaced")
         self._options, self._refusal = options, ""
         self._weaknesses.replace(options.weaknesses)

@@ -106,7 +106,7 @@ class Publisher:
         """Publish until cancelled, retrying after every error."""
         self._status.ready()
         loop = asyncio.get_running_loop()
-        pause_s = min(self._options.lease_s / 5, MAX_RETRY_S)
+        pause_s = min(self._options.lease / 5, MAX_RETRY_S)
         await self._changed.wait()
         while True:
             await wait_event(self._changed, max(self._renew_at - loop.time(), 0.01))
@@ -128,7 +128,7 @@ class Publisher:
                 self._changed.set()
                 await asyncio.sleep(random.uniform(0.2, pause_s))  # noqa: S311 - spreads the publishers
             else:
-                self._status.published(reading.node_id, self._options.fleet, self._rival)
+                self._status.published(reading.node_id, self._options.name, self._rival)
 
     async def hand_over(self) -> None:
         """Give the next publisher of this install a whole lease to take the node id over."""
@@ -146,11 +146,11 @@ class Publisher:
             await self._read_keys(reading)
             if deleted := sorted(written.keys() - self._pairs.keys()):
                 log.warning("node.keys_deleted", node_id=reading.node_id, keys=deleted)
-        if loop.time() > self._unwritten_since + self._options.lease_s:
+        if loop.time() > self._unwritten_since + self._options.lease:
             return
         if self._lease and not await self._etcd.keep_alive(self._lease):
             self._lease = 0
-        self._renew_at = loop.time() + min(self._options.lease_s / 3, MAX_RENEW_PERIOD_S)
+        self._renew_at = loop.time() + min(self._options.lease / 3, MAX_RENEW_PERIOD_S)
 
     async def _read_keys(self, reading: NodeReading) -> None:
         """Read the node's keys.
@@ -194,12 +194,12 @@ class Publisher:
         if not self._pairs:
             await self._read_keys(reading)
         if is_new := not self._lease:
-            self._lease = await self._etcd.grant(self._options.lease_s)
+            self._lease = await self._etcd.grant(self._options.lease)
             self._is_record_refused = False
         while not await self._write_changes(reading):
             await self._read_keys(reading)
         if is_new:
-            log.info("node.published", node_id=reading.node_id, fleet=self._options.fleet)
+            log.info("node.published", node_id=reading.node_id, fleet=self._options.name)
 
     async def _write_changes(self, reading: NodeReading) -> bool:
         """Write what differs in etcd; return False if a key was not as it was read."""
@@ -265,7 +265,7 @@ class Publisher:
         return msgspec.json.encode(report)
 
     def _key(self, part: str, reading: NodeReading) -> str:
-        return fleet_key(fleet_prefix(self._options.fleet), part, reading.node_id)
+        return fleet_key(fleet_prefix(self._options.name), part, reading.node_id)
 
 
 def _parse_record(pair: KeyValue | None) -> KnownNode | None:
