@@ -129,6 +129,7 @@ class Nodes:
     async def start(self) -> None:
         app = web.Application()
         app.router.add_post("/v1/agents/{agent}/kernels", self._create)
+        app.router.add_get("/v1/node", self._answer_probe)
         self._runner = web.AppRunner(app)
         await self._runner.setup()
         await web.UnixSite(self._runner, self._socket).start()
@@ -150,10 +151,14 @@ class Nodes:
 
     async def _create(self, request: web.Request) -> web.Response:
         node, body = request.headers["Agentd-Node"], await request.json()
-        if node not in self._reporting:
+        if node not in self._reporting and "dry_run" not in request.query:
             self._reporting[node] = asyncio.create_task(self._report_later(node))
         content = {"kernel_id": body["kernel_id"], "agent_id": request.match_info["agent"]}
         return web.json_response(content, status=201, headers={"Agentd-Node": node})
+
+    async def _answer_probe(self, request: web.Request) -> web.Response:
+        node = request.headers["Agentd-Node"]
+        return web.json_response({"id": node}, headers={"Agentd-Node": node})
 
     async def _report_later(self, node: str) -> None:
         await asyncio.sleep(REPORT_S)

@@ -392,6 +392,8 @@ def errors_page() -> str:
             'A problem with `"scope": "node"` is about the node, whatever its code is about: an',
             "`InvalidRequest` for this node's settings, runtime or host, such as a missing mount source, a",
             "`CommandNotFound` of a kernel without an image, or a `NotReady` for a group of this host.",
+            "A code that is not in the table, of a newer node, is about that node, or about the moment if",
+            "its status is 503; with another 5xx the outcome is unknown.",
             "",
             "A 503 has the header `Retry-After`: the seconds until the next try, which the client waits for.",
             "A node that answers a create with a 503 comes last in the choice of its fleet for 60 s; for",

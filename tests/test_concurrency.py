@@ -165,6 +165,37 @@ def test_silent_calls_of_a_walk_are_few(monkeypatch: pytest.MonkeyPatch) -> None
     until_blocking(silent_subjects, [])
 
 
+def test_silent_subject_is_asked_by_a_few_further_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old ones wait for a mount that was replaced under them, for ever."""
+    now, never, calls = [0.0], threading.Event(), []
+    monkeypatch.setattr(concurrency, "ANSWER_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("agentd.concurrency.time.monotonic", lambda: now[0])
+
+    def hang() -> None:
+        calls.append(1)
+        never.wait(20)
+
+    for pause_s, count in ((0, 1), (29, 1), (1, 2), (30, 2), (210, 3), (1920, 4), (10**6, 4)):
+        now[0] += pause_s
+        with pytest.raises(TimeoutError):
+            call_in_time("token", hang)
+        assert len(calls) == count
+    never.set()
+    until_blocking(silent_subjects, [])
+
+
+def test_silence_ends_with_the_newest_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, never = [0.0], threading.Event()
+    monkeypatch.setattr(concurrency, "ANSWER_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("agentd.concurrency.time.monotonic", lambda: now[0])
+    with pytest.raises(TimeoutError):
+        call_in_time("token", lambda: never.wait(20))
+    now[0] += concurrency.SILENT_PAUSE_S
+    assert call_in_time("token", lambda: "new") == call_in_time("token", lambda: "new") == "new"
+    assert silent_subjects() == []
+    never.set()
+
+
 @pytest.mark.parametrize("error", [KeyError("x"), FileNotFoundError(2, "none")])
 def test_error_of_a_call_is_raised_to_its_caller(error: Exception) -> None:
     def fail() -> None:

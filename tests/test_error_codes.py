@@ -43,7 +43,11 @@ def test_client_repeats_what_is_about_the_moment(code: str) -> None:
 
 
 def test_code_of_a_newer_version_has_the_scope_of_its_status() -> None:
-    cases = [(422, Scope.REQUEST, Refused), (503, Scope.UNKNOWN, RefusedForNow)]
+    cases = [
+        (422, Scope.NODE, Refused),
+        (503, Scope.MOMENT, RefusedForNow),
+        (500, Scope.UNKNOWN, Refused),
+    ]
     for status, scope, kind in cases:
         body = b'{"code": "Tomorrow", "status": %d, "detail": "x"}' % status
         error = error_from_response(status, body, "7")

@@ -82,7 +82,10 @@ NEW: Mapping[str, frozenset[str]] = {
             "credential.replaced",
             "log.lines_lost",
             "node.keys_deleted",
+            "node.located",
+            "node.reached",
             "node.read_failed",
+            "node.unreachable",
             "node.unusable",
             "plugin.unavailable",  # since 427f930, but only now found by the generator
             "plugin.watch_failed",

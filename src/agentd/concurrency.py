@@ -11,7 +11,7 @@ import asyncio
 import errno
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import Any, Self, TypeVar
@@ -25,9 +25,13 @@ NEXT_TIMEOUT_S = 0.5
 """The same after another one of a walk was silent, so that many dead paths do not add up."""
 MAX_SILENT = 32
 """Maximum silent ones that a walk meets before it goes on without the others."""
+SILENT_PAUSE_S, PAUSE_FACTOR, MAX_FURTHER = 30.0, 8, 3
+"""Seconds until one more thread asks what is silent, as of a mount that was replaced under the old
+ones; the factor of the next pause; and how many further threads there are."""
 POOL_THREADS = 8
 _T = TypeVar("_T")
-_silent: dict[Future[Any], str] = {}
+_silent: dict[Future[Any], tuple[str, float]] = {}
+"""Calls that did not answer in time, with their subjects and the time when that was noticed."""
 
 
 class Deadline(msgspec.Struct, frozen=True):
@@ -135,7 +139,7 @@ class Walk:
 def call_in_time(subject: str, function: Callable[[], _T], walk: Walk | None = None) -> _T:
     """Return the result of a function that may never end, from a thread of its own.
 
-    While `subject` is silent, a further call fails at once.
+    While `subject` is silent, a further call fails at once, but for a few (`may_ask`).
 
     Raises:
         TimeoutError: there is none within `ANSWER_TIMEOUT_S`; its `filename` is the subject.
@@ -145,10 +149,12 @@ def call_in_time(subject: str, function: Callable[[], _T], walk: Walk | None = N
     walk, timeout_s = walk or Walk(), ANSWER_TIMEOUT_S
     if len(walk.silent) >= MAX_SILENT:
         raise TimeoutError(errno.ETIMEDOUT, f"{MAX_SILENT} others do not answer", subject)
-    if subject not in silent_subjects():
+    silent = {call: at for call, (name, at) in _silent.copy().items() if name == subject}
+    if may_ask([at for call, at in silent.items() if not call.done()]):
         call = start_call(subject, function)
         wait([call], min(timeout_s, NEXT_TIMEOUT_S) if walk.has_waited else timeout_s)
         if call.done():
+            forget_silent(silent)
             return call.result()
         mark_silent(call, subject)
         walk.has_waited = True
@@ -156,17 +162,32 @@ def call_in_time(subject: str, function: Callable[[], _T], walk: Walk | None = N
     raise TimeoutError(errno.ETIMEDOUT, f"no answer within {timeout_s:g} s", subject)
 
 
+def may_ask(silent_since: Sequence[float], threads: int = 1) -> bool:
+    """Return whether one more thread may ask, while others are silent since these times.
+
+    What is silent is asked by so many `threads`, and by further ones after a pause each.
+    """
+    further = len(silent_since) - threads
+    pause_s = SILENT_PAUSE_S * PAUSE_FACTOR ** max(0, further)
+    is_over = further < 0 or time.monotonic() >= silent_since[-1] + pause_s
+    return is_over and further < MAX_FURTHER
+
+
 def mark_silent(call: Future[Any], subject: str) -> None:
-    """Count a call as silent until it ends."""
-    _silent[call] = subject
+    """Count a call as silent from now until it ends, or a later one answers."""
+    _silent[call] = subject, time.monotonic()
+
+
+def forget_silent(calls: Iterable[Future[Any]]) -> None:
+    """Count calls as silent no longer."""
+    for call in calls:
+        _silent.pop(call, None)
 
 
 def silent_subjects() -> Sequence[str]:
     """Return what has not answered in time and is still waited for, by name."""
-    for call in _silent.copy():
-        if call.done():
-            _silent.pop(call, None)
-    return sorted(set(_silent.copy().values()))
+    forget_silent([call for call in _silent.copy() if call.done()])
+    return sorted({subject for subject, _ in _silent.copy().values()})
 
 
 def start_pool(threads: int = POOL_THREADS) -> ThreadPoolExecutor:

@@ -2,6 +2,7 @@
 
 The rest follows from a row. A status of 503 has `Retry-After`, and clients repeat the call. A fleet
 tries a create at another node, unless the failure concerns the request, or its outcome is unknown.
+So what is wrong with the transport or the version of one node concerns that node.
 A problem with the member `scope` is about that, such as a request that only this node refuses.
 """
 
@@ -32,10 +33,8 @@ class ErrorRow(NamedTuple):
 
 
 ERROR_CODES = {
-    "BadRequest": ErrorRow(Scope.REQUEST, 400),
     "Unauthorized": ErrorRow(Scope.REQUEST, 401),
     "Forbidden": ErrorRow(Scope.REQUEST, 403),
-    "NotFound": ErrorRow(Scope.REQUEST, 404),
     "UnknownKernel": ErrorRow(Scope.REQUEST, 404),
     "UnknownClaim": ErrorRow(Scope.REQUEST, 404),
     "UnknownEngine": ErrorRow(Scope.REQUEST, 404),
@@ -43,14 +42,11 @@ ERROR_CODES = {
     "UnknownPlugin": ErrorRow(Scope.REQUEST, 404),
     "UnknownNode": ErrorRow(Scope.REQUEST, 404),
     "UnknownSlotType": ErrorRow(Scope.REQUEST, 404),
-    "MethodNotAllowed": ErrorRow(Scope.REQUEST, 405),
-    "RequestTimeout": ErrorRow(Scope.REQUEST, 408),
     "KernelConflict": ErrorRow(Scope.REQUEST, 409),
     "ClaimConflict": ErrorRow(Scope.REQUEST, 409),
     "Conflict": ErrorRow(Scope.REQUEST, 409),
     "SlotTypeInUse": ErrorRow(Scope.REQUEST, 409),
     "BodyTooLarge": ErrorRow(Scope.REQUEST, 413),
-    "ExpectationFailed": ErrorRow(Scope.REQUEST, 417),
     "WrongNode": ErrorRow(Scope.REQUEST, 421),
     "ConfigRefused": ErrorRow(Scope.REQUEST, 422),
     "InvalidRequest": ErrorRow(Scope.REQUEST, 422),
@@ -58,6 +54,11 @@ ERROR_CODES = {
     "InvalidSlotCombination": ErrorRow(Scope.REQUEST, 422),
     "CommandNotFound": ErrorRow(Scope.REQUEST, 422),
     "TooManyStreams": ErrorRow(Scope.REQUEST, 429),
+    "BadRequest": ErrorRow(Scope.NODE, 400),
+    "NotFound": ErrorRow(Scope.NODE, 404),
+    "MethodNotAllowed": ErrorRow(Scope.NODE, 405),
+    "RequestTimeout": ErrorRow(Scope.NODE, 408),
+    "ExpectationFailed": ErrorRow(Scope.NODE, 417),
     "UnknownAgent": ErrorRow(Scope.NODE, 404),
     "UnknownDevice": ErrorRow(Scope.NODE, 404),
     "InsufficientResource": ErrorRow(Scope.NODE, 409),

@@ -21,7 +21,7 @@ MAX_PROBLEMS = 64
 """Maximum entries of `errors` in one refusal."""
 MAX_WHERE, MAX_WHY, MAX_DETAIL = 100, 1000, 4096
 """Maximum characters of a problem's location, of its reason, and of all problems as one text."""
-_SERVER_ERROR = 500
+_SERVER_ERROR, _UNAVAILABLE = 500, 503
 PRIVATE_MEMBERS = frozenset({"env", "command", "entrypoint", "labels"})
 """Members of a request with content that only its caller may see; reasons never quote them."""
 
@@ -71,14 +71,16 @@ class AgentdError(Exception):
 
     @property
     def scope(self) -> Scope:
-        """The concern of the failure; a code of a newer version has that of its status."""
+        """The concern of the failure; a code of a newer version is a refusal by its node."""
         if self.is_local or self.content.get("scope") == Scope.NODE:
             return Scope.NODE
         if (row := ERROR_CODES.get(self.code)) is not None:
             return row.scope
         status = self.content.get("status")
+        if status == _UNAVAILABLE:
+            return Scope.MOMENT
         is_refused = isinstance(status, int) and status < _SERVER_ERROR
-        return Scope.REQUEST if is_refused else Scope.UNKNOWN
+        return Scope.NODE if is_refused else Scope.UNKNOWN
 
     def facts(self) -> Mapping[str, object]:
         """Return the machine-readable members of this error, JSON-ready."""

@@ -18,7 +18,7 @@ from agentd.core.access import Caller, Role
 from agentd.core.slots import BUILT_IN, ONE, ResourceSlots
 from agentd.error_codes import ERROR_CODES
 from agentd.errors import AgentdError
-from agentd_fleet.nodes.calls import NodeAnswer, NodeAnswerLost
+from agentd_fleet.nodes.calls import NodeAnswer, NodeAnswerLost, NodeNotCalled
 from agentd_fleet.placement import attempts, placer
 from agentd_fleet.placement.backend import FleetBackend
 from agentd_fleet.placement.deleter import Deleter
@@ -137,6 +137,10 @@ class SimulatedNodes:
         self.scope = ""
         """The member `scope` of these refusals."""
         self.asked: list[tuple[str, str, str]] = []
+        self.dropping: set[str] = set()
+        """Nodes that report, and to which no connection can be made."""
+        self.silent: set[str] = set()
+        """Nodes that report, accept connections and never answer."""
 
     async def asked_for(self, node: str, method: str, path: str, body: bytes | None) -> NodeAnswer:
         """Return the answer of a node, if it does not freeze."""
@@ -214,13 +218,21 @@ class SimulatedCalls:
     ) -> NodeAnswer:
         del caller, headers
         name = node.node_id
+        if name in self.nodes.dropping or (name in self.nodes.silent and node.unreachable):
+            await asyncio.sleep(3)
+            self.state.set_unreachable(name, "dropped")
+            raise NodeNotCalled(f"{name} cannot be reached")
         try:
             async with self.state.call_timeout(name, patience_s, unheard_s):
+                while name in self.nodes.silent:
+                    await asyncio.sleep(1)
                 answer = await self.nodes.asked_for(name, method, path, body)
         except TimeoutError:
+            self.state.set_unreachable(name, "silent")
             raise NodeAnswerLost(f"{name} does not answer") from None
         if self.nodes.rng.random() < self.nodes.losing:
             raise NodeAnswerLost(f"{name}: the answer is lost")
+        self.state.set_unreachable(name, "")
         return answer
 
 
@@ -238,6 +250,7 @@ class SimulatedGateway:
         for name in NODES:
             offers = {"main": Offer(amounts, amounts)}
             self.state.update_node(FleetNode(name, types, offers, NodeStatus.READY, "unix:/there"))
+            self.state.set_unreachable(name, "")
         backend = FleetBackend(store, self.state, nodes)
         self.placer = Placer(backend, timeouts=pace)
         self.placer._random = world.rng
@@ -245,9 +258,12 @@ class SimulatedGateway:
         self.deleter = Deleter(backend, self.placer, kernels)
         self.sweep = Sweep(backend, self.placer, pace)
 
-    async def create(self, kernel_id: str, command: str = "x") -> tuple[int, str]:
+    async def create(
+        self, kernel_id: str, command: str = "x", image: str | None = None
+    ) -> tuple[int, str]:
         """Return the status and the node, or 0 and the code of the error."""
         content = {"kernel_id": kernel_id, "command": [command], "slots": {"cpu": 1}}
+        content |= {} if image is None else {"image": image}
         order = to_placement_request(FleetKernelRequest.model_validate(content), ADMIN)
         try:
             placed = await self.placer.create(ADMIN, order, self.state.view)

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from agentd.concurrency import MAX_FURTHER, silent_subjects
 from agentd.errors import RuntimeUnavailable
 from agentd.host.lookups import Lookups
 
@@ -40,6 +41,29 @@ async def test_error_names_what_does_not_answer() -> None:
         await lookups.call("user 'slow'", hanging, 0.1)
     with pytest.raises(RuntimeUnavailable, match=r"lookups do not answer: user 'slow'$"):
         await lookups.call("the configuration", lambda: 1, 10)
+    hanging.answered.set()
+    await free_again(lookups)
+
+
+async def test_lookups_go_on_beside_threads_that_never_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hanging, lookups = Hanging(), Lookups(max_threads=2)
+    for _ in range(2):
+        with pytest.raises(RuntimeUnavailable, match="does not answer within"):
+            await lookups.call("mounts", hanging, 0.05)
+    with pytest.raises(RuntimeUnavailable, match="earlier lookups do not answer: mounts"):
+        await lookups.call("mounts", lambda: 1)
+    assert silent_subjects() == ["mounts"]
+    monkeypatch.setattr("agentd.concurrency.SILENT_PAUSE_S", 0)
+    for _ in range(3):
+        assert await lookups.call("mounts", lambda: 1, 10) == 1
+    assert silent_subjects() == []
+    for _ in range(MAX_FURTHER):
+        with pytest.raises(RuntimeUnavailable, match="does not answer within"):
+            await lookups.call("mounts", hanging, 0.05)
+    with pytest.raises(RuntimeUnavailable, match="earlier lookups do not answer: mounts"):
+        await lookups.call("mounts", lambda: 1)
     hanging.answered.set()
     await free_again(lookups)
 

@@ -186,6 +186,8 @@ class GatewayCredentials:
         self._on_change: list[Callable[[OwnCredentials], None]] = []
         self._missing: list[Problem] = []
         self._reasons: list[str] = []
+        self._is_complete = True
+        """Whether the last reload found all credentials usable; until it does, it is repeated."""
         self._weaknesses = Weaknesses()
         self._threads = start_pool(1)
         """Not the event loop's, whose threads may all wait for the name service."""
@@ -198,13 +200,13 @@ class GatewayCredentials:
         """Read all again after each hangup, and what is missing, or refused by nodes or etcd."""
         await self._log_weaknesses()
         while True:
-            if await wait_event(hangup, RETRY_S):
-                hangup.clear()
+            is_asked = await wait_event(hangup, RETRY_S)
+            hangup.clear()
+            if is_asked:
                 self._reasons = []
-                if await self._reload(server):
+            if is_asked or not self._is_complete:
+                if await self._read_all(server, is_asked=is_asked):
                     log.info("gateway.reloaded")
-            elif self._missing:
-                await self._reload(server)
             elif _may_be_refused(backend):
                 await self.read_again()
 
@@ -219,8 +221,8 @@ class GatewayCredentials:
             await self._log_weaknesses()
         return self.own.etcd if is_usable else None
 
-    async def _reload(self, server: Server) -> bool:
-        """Read everything again; return whether all of it is in force."""
+    async def _read_all(self, server: Server, *, is_asked: bool) -> bool:
+        """Read all credentials, and the settings if asked; return whether all are in force."""
 
         def read_tokens_again() -> Callable[[], object]:
             missing: list[Problem] = []
@@ -235,7 +237,7 @@ class GatewayCredentials:
             return partial(server.replace_tls, certificate.context if certificate else None)
 
         try:
-            settings = await self._compute(self._reread)
+            settings = await self._compute(self._reread) if is_asked else self._settings
             rpc = rpc_settings(settings)
         except (ConfigRefused, StartRefused) as error:
             return self._log_refusal([str(error)])
@@ -243,9 +245,10 @@ class GatewayCredentials:
         parts = [self._read_own, read_tokens_again]
         if server.has_tls:
             parts.append(read_certificate_again)
-        is_applied = await self._apply(*parts)
-        await self._log_weaknesses()
-        return is_applied
+        self._is_complete = await self._apply(*parts)
+        if is_asked or self._is_complete:
+            await self._log_weaknesses()
+        return self._is_complete
 
     def _read_own(self) -> Callable[[], object]:
         fleet = self._settings.fleet

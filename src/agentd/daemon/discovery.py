@@ -171,5 +171,6 @@ def resolve_node_id(settings: Settings) -> str:
     try:
         return derive_node_id()
     except OSError as error:
-        reason = f"not set and not derivable: {error}"
+        cause = f"{error.filename}: {error.strerror}" if error.strerror else str(error)
+        reason = f"not set and not derivable: {cause}; set it, or AGENTD__NODE__ID"
         raise ConfigRefused([Problem("node.id", reason)]) from None

@@ -8,19 +8,19 @@ answer: only "not found" proves that there is none.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from agentd.concurrency import MAX_SILENT
 from agentd.config.settings import Settings
 from agentd.core.conditions import Condition
 from agentd.core.partition.split import DEFAULT_AGENT
 from agentd.errors import ConfigRefused, Problem, RuntimeUnavailable
 from agentd.host.groups import find_group_id
 from agentd.host.lookups import Lookups
-from agentd.runtimes.host.user_accounts import UserAccounts, find_account
+from agentd.runtimes.host.user_accounts import UserAccounts, find_account, may_become_others
 
 RETRY_S = 30.0
 """Seconds between two looks for what is missing."""
@@ -48,7 +48,7 @@ def configured_names(settings: Settings, runtime: str) -> Sequence[_Name]:
     Raises:
         ConfigRefused: agentd may not run anything as another user.
     """
-    rpc, is_root = settings.rpc, os.geteuid() == 0
+    rpc, is_root = settings.rpc, may_become_others()
     sockets = [("rpc.socket-group", rpc.socket_group)]
     sockets += [(f"rpc.sockets.{n}.group", unix.group) for n, unix in enumerate(rpc.sockets)]
     names = [_Name("group", group, key) for key, group in sockets if group is not None]
@@ -80,16 +80,17 @@ def _agents_of(settings: Settings, table: Any, field: str) -> tuple[str, ...]:
 class HostNames:
     """The users and groups of the configured runtime's kernels, and the groups of sockets.
 
-    Each name is looked up by a thread of its own, so one that the name service does not answer for
-    delays no other.
+    Each name is looked up by threads of its own, so one that the name service does not answer for
+    delays no other, while these are fewer than `MAX_SILENT`.
     """
 
     def __init__(self, settings: Settings) -> None:
-        self.accounts = UserAccounts(is_unprivileged=os.geteuid() != 0)
+        self.accounts = UserAccounts(is_unprivileged=not may_become_others())
         self.problems: Mapping[str, Problem] = {}
         """By key, a name that this host does not know, or did not look up in time."""
         self._runtime = settings.node.runtime
         self._lookups: Mapping[str, Lookups] = defaultdict(partial(Lookups, max_threads=1))
+        self._turns = asyncio.Semaphore(MAX_SILENT)
         self._known: dict[str, Any] = {}
         self._names: Sequence[_Name] = ()
         self._looks = 0
@@ -141,7 +142,8 @@ class HostNames:
         find_user = partial(find_account, name.name, known)
         find: Any = find_user if name.kind == "user" else partial(find_group_id, name.name)
         try:
-            found = await self._lookups[subject].call(subject, find)
+            async with self._turns:
+                found = await self._lookups[subject].call(subject, find)
         except (RuntimeUnavailable, OSError):
             reason = f"{name} cannot be looked up: the name service does not answer"
             return Problem(name.key, reason)

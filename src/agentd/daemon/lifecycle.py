@@ -283,6 +283,7 @@ class Daemon:
             ("a credential", _credential_conditions),
             ("registry-auth", runtime_factory.login_conditions),
             ("allowed-mounts", runtime_factory.folder_conditions),
+            ("the engine's networks", runtime_factory.network_conditions),
         ):
             self._conditions.add_slow(subject, partial(self._find_conditions, find))
         self._conditions.add(

@@ -6,6 +6,7 @@ runtimes: those of units and processes need D-Bus.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -13,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from agentd.concurrency import Walk, call_in_time
+from agentd.concurrency import ANSWER_TIMEOUT_S, Walk, call_in_time
 from agentd.config.settings import Settings
 from agentd.core.conditions import Condition
 from agentd.errors import ConfigRefused, Problem, RuntimeUnavailable
@@ -33,6 +34,8 @@ from agentd.services.state import NodeState
 from agentd.state.folder import StateFolder
 
 RUNTIMES = frozenset({"docker", "systemd", "process"})
+_NETWORK_MODES = frozenset({"bridge", "default", "host", "none", "pasta", "private", "slirp4netns"})
+"""Networks of a container that an engine has by itself, or that are none of its networks."""
 
 
 def create_runtime(
@@ -66,8 +69,9 @@ def create_runtime(
     from agentd.runtimes.process.runtime import ProcessRuntime
 
     # Units of a user's manager end at logout, unless the user lingers.
-    is_lasting = os.geteuid() == 0 or is_lingering(os.geteuid())
-    manager = SystemdManager(is_user=os.geteuid() != 0) if is_lasting and has_manager() else None
+    uid = os.geteuid()
+    is_lasting = has_manager() and (uid == 0 or is_lingering(uid))
+    manager = SystemdManager(is_user=uid != 0) if is_lasting else None
     return ProcessRuntime(
         folder,
         node_id,
@@ -180,12 +184,21 @@ async def _live_kernels(
     return [kernel.kernel_id for kernel in listing.kernels if kernel.is_alive]
 
 
+def _docker_sections(settings: Settings) -> Iterator[tuple[str, str, Any]]:
+    """Yield the tables with means of containers: subject of conditions, section, settings."""
+    yield "runtime/docker", "runtime.docker", settings.runtime.docker
+    for index, agent in enumerate(settings.agents):
+        yield f"agent/{agent.id}", f"agents.{index}", agent
+
+
 def login_problems(settings: Settings) -> Mapping[str, Sequence[Problem]]:
     """Return the credentials of registries that no pull can use, by the subject of a condition."""
-    files = {"runtime/docker": ("runtime.docker", settings.runtime.docker.registry_auth)}
-    for index, agent in enumerate(settings.agents):
-        files[f"agent/{agent.id}"] = (f"agents.{index}", agent.registry_auth)
-    if not any(path for _, path in files.values()):
+    files = {
+        about: (section, table.registry_auth)
+        for about, section, table in _docker_sections(settings)
+        if table.registry_auth is not None
+    }
+    if not files:
         return {}
     from agentd.runtimes.docker.registry_auth import registry_auth_problems
 
@@ -193,7 +206,6 @@ def login_problems(settings: Settings) -> Mapping[str, Sequence[Problem]]:
     return {
         about: [*registry_auth_problems(f"{where}.registry-auth", path, walk)]
         for about, (where, path) in files.items()
-        if path is not None
     }
 
 
@@ -224,6 +236,46 @@ def folder_conditions(settings: Settings) -> Iterator[Condition]:
                     f"mount -o remount,nosuid,nodev {folder}, if it is a mount of its own",
                     agents,
                 )
+
+
+def network_conditions(settings: Settings) -> Iterator[Condition]:
+    """Yield the networks that the configuration names and the engine, which is asked, lacks."""
+    wanted = [
+        (about, f"{section}.{key}", name)
+        for about, section, table in _docker_sections(settings)
+        for key, names in (
+            ("network", (table.network,)),
+            ("allowed-networks", table.allowed_networks),
+        )
+        for name in names or ()
+        if name and name not in _NETWORK_MODES and ":" not in name
+    ]
+    if settings.node.runtime != "docker" or not wanted:
+        return
+    with suppress(RuntimeUnavailable):  # a condition of its own
+        found = asyncio.run(_list_networks(settings.runtime.docker.socket))
+        for about, key, name in wanted:
+            if name not in found:
+                reason = f"{key}: the engine has no network {name!r}"
+                yield Condition(about, reason, f"docker network create {name}")
+
+
+async def _list_networks(socket: Path) -> set[str]:
+    """Return the names and the ids of the engine's networks.
+
+    Raises:
+        RuntimeUnavailable: the engine does not answer.
+    """
+    from agentd.runtimes.docker.docker_client import DockerClient
+    from agentd.runtimes.docker.error_translation import errors_as_unavailable
+
+    docker = DockerClient(socket)
+    try:
+        with errors_as_unavailable():
+            networks = await docker.call("GET", "/networks", timeout_s=ANSWER_TIMEOUT_S)
+            return {network[member] for network in networks for member in ("Name", "Id")}
+    finally:
+        await docker.close()
 
 
 def _systemd_conditions() -> Iterator[Condition]:

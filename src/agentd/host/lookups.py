@@ -7,12 +7,13 @@ number of these threads is limited, and callers wait for a bounded time.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from agentd.concurrency import ANSWER_TIMEOUT_S, mark_silent, start_call
+from agentd.concurrency import ANSWER_TIMEOUT_S, forget_silent, mark_silent, may_ask, start_call
 from agentd.errors import RuntimeUnavailable
 
 MAX_AT_ONCE = 4
@@ -23,13 +24,15 @@ class Lookups:
     """Runs lookups beside the event loop, `max_threads` at once.
 
     A call whose caller has stopped waiting counts until it ends. While all of them are such calls,
-    further lookups are refused.
+    further lookups are refused, but for a few (`may_ask`).
     """
 
     def __init__(self, max_threads: int = MAX_AT_ONCE) -> None:
         self._max_threads = max_threads
         self._free_threads = asyncio.Semaphore(max_threads)
-        self._abandoned: dict[Future[Any], str] = {}
+        self._further_threads = 0
+        self._abandoned: dict[Future[Any], tuple[str, float]] = {}
+        """Calls that nobody waits for, with their subjects and the time since when."""
 
     async def call(
         self, subject: str, function: Callable[[], _T], timeout_s: float | None = None
@@ -43,8 +46,11 @@ class Lookups:
             Exception: the function raised it.
         """
         timeout_s = ANSWER_TIMEOUT_S if timeout_s is None else timeout_s
-        if len(self._abandoned) == self._max_threads:
-            raise self._busy_error()
+        if len(self._abandoned) == self._max_threads + self._further_threads:
+            if not may_ask([at for _, at in self._abandoned.values()], self._max_threads):
+                raise self._busy_error()
+            self._further_threads += 1
+            self._free_threads.release()
         call, ended = None, asyncio.Event()
         try:
             async with asyncio.timeout(timeout_s):
@@ -59,14 +65,17 @@ class Lookups:
             raise RuntimeUnavailable(reason) from None
         finally:
             if call is not None and not call.done():
-                self._abandoned[call] = subject
+                self._abandoned[call] = subject, time.monotonic()
+        forget_silent([call for call, (name, _) in self._abandoned.items() if name == subject])
         try:
             return call.result()
         except TimeoutError as error:
             raise RuntimeUnavailable(f"{error.filename or subject}: {error.strerror}") from None
 
     def _busy_error(self) -> RuntimeUnavailable:
-        names = ", ".join(sorted(set(self._abandoned.values()))) or "too many at once"
+        names = (
+            ", ".join(sorted({name for name, _ in self._abandoned.values()})) or "too many at once"
+        )
         return RuntimeUnavailable(f"earlier lookups do not answer: {names}")
 
     def _start(self, subject: str, function: Callable[[], _T], ended: asyncio.Event) -> Future[_T]:

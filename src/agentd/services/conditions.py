@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import structlog
 
-from agentd.concurrency import silent_subjects, wait_event
+from agentd.concurrency import SILENT_PAUSE_S, silent_subjects, wait_event
 from agentd.core.conditions import ActiveCondition, Condition
 from agentd.errors import RuntimeUnavailable
 from agentd.events import EventKind, EventLog
@@ -30,8 +30,8 @@ MIN_PAUSE_S = 1.0
 """Minimum seconds between two reports."""
 POLL_PAUSE_S = 10.0
 """Seconds between two reports without an event."""
-LOOKUP_PAUSE_S, SILENT_PAUSE_S = 300.0, 30.0
-"""Seconds between two lookups of the host, and between those while something is silent."""
+LOOKUP_PAUSE_S = 300.0
+"""Seconds between two lookups of the host, while nothing is silent."""
 SOURCE_TIMEOUT_S = 10.0
 """Seconds for one of them: for a silent path, and for what else it looks at."""
 MAX_LOGGED_AT_ONCE = 32

@@ -106,6 +106,29 @@ async def test_malformed_node_answers_affect_only_that_node(world: World, liar: 
     assert (await gateway.create(placement={"nodes": [honest]})).status == 201
 
 
+@pytest.mark.parametrize("said", ["<html>", "", "[1]", "7", "[" * 9000, '{"a": "\udcff"}'])
+async def test_success_that_cannot_be_read_is_the_node_s_failure(
+    world: World, liar: Liar, said: str
+) -> None:
+    gateway, honest = await with_liar(world, liar)
+    content = said.encode(errors="surrogateescape")
+    liar.answers = lambda _: web.Response(body=content)
+    only = {"placement": {"nodes": ["liar"]}}
+    for method, path, body in (
+        ("GET", "/v1/kernels/x?node=liar", None),
+        ("GET", "/v1/kernels/x/stats?node=liar", None),
+        ("POST", "/v1/kernels/x/stop?node=liar", {}),
+        ("DELETE", "/v1/kernels/x?node=liar", None),
+        ("POST", "/v1/kernels?dry_run=true", only),
+        ("POST", "/v1/kernels", only),
+    ):
+        answer = await gateway.call(method, path, body)
+        assert answer.status == 503, (method, path, answer.content)
+        assert "liar" in answer.json["detail"]
+    assert "rpc.failed" not in gateway.log
+    assert (await gateway.create(placement={"nodes": [honest]})).status == 201
+
+
 @pytest.mark.parametrize(
     ("code", "times"),
     [("StateUnavailable", 1), ("ImageUnavailable", 1), ("ImageNotFound", 3), ("RuntimeFailure", 3)],

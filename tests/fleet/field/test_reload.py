@@ -5,7 +5,7 @@ import shutil
 import signal
 import ssl
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -50,15 +50,18 @@ def hang_up(program: GatewayProgram) -> None:
     program.process.send_signal(signal.SIGHUP)
 
 
-async def listening(world: World, days: float = 300) -> tuple[GatewayProgram, Path, int]:
+async def listening(
+    world: World, *, deadlines: Mapping[str, float] | None = None
+) -> tuple[GatewayProgram, Path, int]:
     """Start a gateway on TLS; return it, the folder of its pair and token, and its port."""
     folder, port = world.folder / "pair", free_port()
-    cert, key = renew(folder, days=days)
+    cert, key = renew(folder)
     token = folder / "token"
     token.touch(0o600)
     token.write_text("a-token-of-a-caller\n")
     tables = f'listen = "127.0.0.1:{port}"\ntls-cert = "{cert}"\ntls-key = "{key}"\n'
-    gateway = world.gateway(NO_NODE, gateway=tables, rpc=f'[rpc]\ntoken-file = "{token}"\n')
+    rpc = f'[rpc]\ntoken-file = "{token}"\n'
+    gateway = world.gateway(NO_NODE, gateway=tables, rpc=rpc, deadlines=deadlines)
     await gateway.until({})
     return gateway, folder, port
 
@@ -71,6 +74,38 @@ async def test_renewed_pair_of_the_gateway_is_served_after_a_hangup(world: World
     hang_up(gateway)
     await gateway.until_logged("gateway.reloaded")
     assert await served_certificate(port) != before
+
+
+async def test_pair_behind_links_that_are_swapped_is_served(world: World) -> None:
+    """As the kubelet renews a mounted secret: https://github.com/dadrus/heimdall/issues/2926."""
+    gateway, folder, port = await listening(world)
+    before = await served_certificate(port)
+    for number, days in enumerate((200, 250)):
+        version = renew(folder / f"..{number}", days=days)[0].parent
+        link = folder / "..new"
+        link.symlink_to(version.name)
+        link.rename(folder / "..data")
+        for name in ("cert", "key"):
+            (folder / name).unlink()
+            (folder / name).symlink_to(f"..data/{name}")
+        hang_up(gateway)
+        await gateway.until_logged("gateway.reloaded", times=number + 1)
+        assert await served_certificate(port) != before
+        before = await served_certificate(port)
+
+
+async def test_pair_that_is_half_renewed_at_the_hangup_is_served_later(world: World) -> None:
+    gateway, folder, port = await listening(world, deadlines=SOON)
+    before = await served_certificate(port)
+    cert, key = renew(folder / "next")
+    shutil.copy(cert, folder / "cert")
+    hang_up(gateway)
+    await gateway.until_logged("gateway.reload_refused")
+    assert await served_certificate(port) == before
+    shutil.copy(key, folder / "key")
+    await gateway.until_logged("gateway.reloaded")
+    assert await served_certificate(port) == ssl.PEM_cert_to_DER_cert(cert.read_text())
+    assert gateway.log.count("gateway.reload_refused") == 1
 
 
 UNUSABLE: dict[str, Callable[[Path], object]] = {
@@ -257,10 +292,10 @@ async def test_tokens_in_force_after_a_hangup_when_a_file(
         return read_guarded_token(file, walk)
 
     monkeypatch.setattr(agentd.http.credentials, "read_guarded_token", read)
-    assert await credentials._reload(server) is (error is None)
+    assert await credentials._read_all(server, is_asked=True) is (error is None)
     assert {token.secret for token in server.current_tokens} == tokens
     monkeypatch.undo()
-    assert await credentials._reload(server)
+    assert await credentials._read_all(server, is_asked=False)
     assert {token.secret for token in server.current_tokens} == {SECRETS[0], "another"}
 
 

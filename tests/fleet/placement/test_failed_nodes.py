@@ -10,7 +10,7 @@ from agentd.client.errors import error_from_problem
 from agentd.error_codes import ERROR_CODES, Scope
 from agentd_fleet.placement.attempts import PlacementUnknown, RouteTakenOver
 from agentd_fleet.placement.choice import PlacementPolicy
-from agentd_fleet.placement.placer import FAILED_FOR_S
+from agentd_fleet.placement.search import FAILED_FOR_S
 from agentd_fleet.store.route import KernelRoute
 from fleet.simulated import Fleet, run
 
@@ -98,7 +98,7 @@ def test_request_that_one_node_refuses_runs_at_another(monkeypatch: Any, code: s
         fleet.nodes.failing["n2"] = code
         assert await fleet.one.create("k2") == (0, code)
         assert sorted(creates(fleet)) == ["n1", "n1", "n2", "n2"]
-        assert fleet.one.placer._failed_until == {}
+        assert fleet.one.placer._failed.node_ids() == frozenset()
         assert fleet.store.rows.keys() == {"k1"}
 
     run(1, story, monkeypatch)
@@ -194,7 +194,7 @@ def test_image_that_no_node_can_pull_is_no_failed_node(monkeypatch: Any) -> None
         packed(fleet)
         fleet.nodes.failing = dict.fromkeys(("n1", "n2"), "ImageUnavailable")
         assert await fleet.one.create("k1") == (0, "ImageUnavailable")
-        assert fleet.one.placer._failed_until == {}
+        assert fleet.one.placer._failed.node_ids() == frozenset()
 
     run(1, story, monkeypatch)
 
@@ -211,7 +211,7 @@ def test_suspended_gateway_is_no_failed_node(monkeypatch: Any) -> None:
         monkeypatch.setattr(fleet.store, "put_route", put_route_slowly)
         assert await fleet.one.create("k1") == (0, "OutcomeUnknown")
         assert creates(fleet) == []
-        assert fleet.one.placer._failed_until == {}
+        assert fleet.one.placer._failed.node_ids() == frozenset()
 
     run(1, story, monkeypatch)
 

@@ -154,3 +154,12 @@ async def test_members_that_an_engine_leaves_out_are_not_missed(
     finally:
         await node.close()
         await proxy.stop()
+
+
+async def test_network_that_an_engine_lacks_is_a_condition(
+    any_engine: Engine, folder: Path
+) -> None:
+    async with node_of(any_engine, folder, 'allowed-networks = ["team-x", "none"]\n') as daemon:
+        conditions = (await daemon.get("/v1/node?check=true"))["conditions"]
+    reason = "runtime.docker.allowed-networks: the engine has no network 'team-x'"
+    assert [c["reason"] for c in conditions if c["about"] == "runtime/docker"] == [reason]

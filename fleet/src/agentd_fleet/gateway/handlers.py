@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from functools import partial
 from typing import TypeVar
 
-import msgspec
 import structlog
 from aiohttp import web
 
@@ -192,7 +190,7 @@ class Gateway(Site):
         attach_id(request, "kernel", placement_request.kernel_id)
         if query_of(request, CreateQuery).dry_run:
             placed = await self._placer.explain(caller, placement_request, view)
-            content = {"agent_id": placed.agent_id, **json.loads(placed.answer.body)}
+            content = {"agent_id": placed.agent_id, **placed.answer.content()}
             return self._revision_answer({**content, "node_id": placed.node_id}, view.revision)
         with self._counts.create():
             placed = await self._placer.create(caller, placement_request, view)
@@ -301,7 +299,7 @@ class Gateway(Site):
         """Return a node's answer with the node id added; a problem is unchanged."""
         if node_answer.is_error:
             return self._node_response(node_answer)
-        kernel = {**msgspec.json.decode(node_answer.body), "node_id": node_id}
+        kernel = {**node_answer.content(), "node_id": node_id}
         return self._with_revision(json_response(kernel, node_answer.status))
 
     def _with_revision(self, response: web.Response) -> web.Response:

@@ -1,41 +1,63 @@
-"""Calls to nodes, made by the gateway on behalf of a caller."""
+"""Calls to nodes, made by the gateway on behalf of a caller.
+
+Each call tells the state of the fleet whether its node is reachable from here: the reason if it
+failed, and that it was answered otherwise.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import ssl
 from collections.abc import AsyncIterator, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from functools import partial
 from http import HTTPStatus
 from typing import Any, Self
 
 import aiohttp
 import msgspec
+import structlog
+from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
 from agentd.client.errors import error_from_response
+from agentd.concurrency import start_call
 from agentd.core.access import Caller, Role
 from agentd.errors import AgentdError, NodeUnavailable, UnknownKernel
 from agentd.http.callers import CALLER_HEADER, NODE_HEADER
 from agentd.http.connections.admission import enable_keepalive
 from agentd.http.streaming.websocket import MAX_FRAME
 from agentd_fleet.view.fleet_state import FleetState
-from agentd_fleet.view.fleet_view import FleetNode
-from agentd_fleet.view.reports import unreachable_reason
+from agentd_fleet.view.fleet_view import FleetNode, NodeStatus
+from agentd_fleet.view.reports import UNREADABLE, unreachable_reason
+
+log = structlog.get_logger()
 
 REFUSAL_REASONS: Mapping[int, str] = {
     HTTPStatus.UNAUTHORIZED: "refuses the gateway's token",
     HTTPStatus.MISDIRECTED_REQUEST: "is not the node at its address",
 }
 REDIRECT_STATUSES = range(300, 400)
-CONNECT_TIMEOUT_S = 3.0
+ANSWER_TIMEOUT_S = 3.0
+"""Seconds for a connection, its names included; for a decision; and for any answer of a node that
+is known not to answer."""
+KEEPALIVE_S = 3.0
+"""Seconds for which an idle connection is used again: later its node may be behind a firewall."""
 CALL_TIMEOUT_S = 30.0
 """Seconds that a node may take for calls that do not wait for a kernel."""
 CREATE_TIMEOUT_S = 3600.0
 TCP_USER_TIMEOUT_MS = 20_000
 MAX_ANSWER = 64 << 20
 """Maximum bytes of an answer that is read completely: a page of a list has a fraction of it."""
+NOT_CONNECTED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, ValueError)
+"""Errors without any connection, the last one for an address that is none."""
+NAME_TIMEOUT_S = 1.0
+"""Seconds for the lookup of a name whose addresses are known already."""
+NO_SUCH_NAME = (socket.EAI_NONAME, socket.EAI_NODATA)
+SILENT = "does not answer: "
 UNIX = "unix:"
 GATEWAY = Caller("fleet", Role.ADMIN)
 """The caller of the gateway's own calls."""
@@ -55,6 +77,18 @@ class NodeAnswer(msgspec.Struct, frozen=True):
     @property
     def is_unknown_kernel(self) -> bool:
         return self.is_error and self.error().code == UnknownKernel.code
+
+    def content(self) -> dict[str, Any]:
+        """Return the object of a successful answer.
+
+        Raises:
+            NodeAnswerLost: it is malformed.
+        """
+        try:
+            return msgspec.json.decode(self.body, type=dict[str, Any])
+        except UNREADABLE as error:
+            node_id = self.headers.get(NODE_HEADER)
+            raise NodeAnswerLost(f"malformed answer of node {node_id}: {error}") from None
 
     def error(self) -> AgentdError:
         """Return the error of a problem answer."""
@@ -106,11 +140,11 @@ class Nodes:
         body: bytes | None = None,
         headers: Mapping[str, str] | None = None,
         patience_s: float = CALL_TIMEOUT_S,
-        unheard_s: float = CALL_TIMEOUT_S,
+        unheard_s: float = ANSWER_TIMEOUT_S,
     ) -> NodeAnswer:
         """Call a node and return its answer, even a problem.
 
-        The call takes at most `patience_s`, and `unheard_s` once the node is not ready.
+        The call takes at most `patience_s`, and `unheard_s` if the node is known not to answer.
 
         Raises:
             NodeNotCalled: no connection could be made.
@@ -118,24 +152,54 @@ class Nodes:
         """
         opening = self.open_response(node, caller, method, path, body=body, headers=headers)
         try:
-            async with (
-                self.call_timeout(node, patience_s, unheard_s),
-                opening as response,
-            ):
-                answer = NodeAnswer(
-                    response.status, response.headers, await _read_body(node, response)
-                )
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise NodeAnswerLost(_error_text(node, error)) from None
-        if answer.status == HTTPStatus.FORBIDDEN and b"gateway = true" in answer.body:
+            async with self.call_timeout(node, patience_s, unheard_s), opening as response:
+                content = await _read_body(node, response)
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._failed(node, NodeAnswerLost, _reason(error), SILENT) from None
+        if response.status == HTTPStatus.FORBIDDEN and b"gateway = true" in content:
             reason = "does not accept the token as a gateway's (gateway = true)"
-            raise NodeNotCalled(f"node {node.node_id} {reason}")
-        return answer
+            raise self._failed(node, NodeNotCalled, reason)
+        self._note(node, "")
+        return NodeAnswer(response.status, response.headers, content)
+
+    def _failed(
+        self, node: FleetNode, kind: type[NodeUnavailable], reason: str, lead: str = ""
+    ) -> NodeUnavailable:
+        """Return the error of a call that failed, after noting its reason."""
+        self._note(node, reason)
+        return kind(f"node {node.node_id} {lead}{reason}")
+
+    def _note(self, node: FleetNode, reason: str) -> None:
+        """Note why calls to a node fail, or with "" that one was answered.
+
+        The state of a node that is not ready says already that it does not answer.
+        """
+        current = self._state.node(node.node_id)
+        if current is None or current.url != node.url:
+            return
+        if reason and current.status is not NodeStatus.READY:
+            return
+        if reason and not current.unreachable:
+            log.warning("node.unreachable", node_id=node.node_id, address=node.url, reason=reason)
+        elif current.unreachable and not reason:
+            log.info("node.reached", node_id=node.node_id)
+        self._state.set_unreachable(node.node_id, reason)
+
+    @contextmanager
+    def _reported(self, node: FleetNode) -> Iterator[None]:
+        """Raise errors until the head of an answer as `NodeNotCalled` or `NodeAnswerLost`."""
+        try:
+            yield
+        except aiohttp.WSServerHandshakeError:
+            raise
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            kind = NodeNotCalled if isinstance(error, NOT_CONNECTED) else NodeAnswerLost
+            raise self._failed(node, kind, _reason(error), SILENT) from None
 
     def call_timeout(
-        self, node: FleetNode, patience_s: float, unheard_s: float = CALL_TIMEOUT_S
+        self, node: FleetNode, patience_s: float, unheard_s: float = ANSWER_TIMEOUT_S
     ) -> AbstractAsyncContextManager[None]:
-        """Limit a call to `patience_s`, and to `unheard_s` while the node is not ready.
+        """Limit a call to `patience_s`, or `unheard_s` if the node is known not to answer.
 
         Raises:
             TimeoutError: the call took longer.
@@ -162,18 +226,20 @@ class Nodes:
         session, url, identity = self._target(node, caller, path)
         request_headers = {**(headers or {}), **identity}
         data: dict[str, Any] = {"data": body} if body is not None else {}
-        with _translated_errors(node):
+        with self._reported(node):
             response = await session.request(
                 method, url, headers=request_headers, allow_redirects=False, **data
             )
         async with response:
             if (reason := REFUSAL_REASONS.get(response.status)) is not None:
-                raise NodeNotCalled(f"node {node.node_id} {reason}")
+                raise self._failed(node, NodeNotCalled, reason)
             if (
                 response.headers.get(NODE_HEADER) != node.node_id
                 or response.status in REDIRECT_STATUSES
             ):
-                raise NodeAnswerLost(f"node {node.node_id}: another server answers at its address")
+                raise self._failed(node, NodeAnswerLost, _WrongServer.strerror)
+            if response.status != HTTPStatus.FORBIDDEN:  # `call` reads its reason
+                self._note(node, "")
             yield response
 
     async def open_websocket(
@@ -187,8 +253,8 @@ class Nodes:
         """
         session, url, identity = self._target(node, caller, path)
         try:
-            with _translated_errors(node):
-                async with asyncio.timeout(CALL_TIMEOUT_S):
+            with self._reported(node):
+                async with self.call_timeout(node, CALL_TIMEOUT_S):
                     return await session.ws_connect(
                         url, headers=identity, max_msg_size=MAX_FRAME, autoping=False
                     )
@@ -208,7 +274,7 @@ class Nodes:
         session, address = self._session(node.url)
         token = {} if node.url.startswith(UNIX) else self._headers
         identity = {**token, CALLER_HEADER: caller.to_text(), NODE_HEADER: node.node_id}
-        with _translated_errors(node):
+        with self._reported(node):
             return session, URL(f"{address}{path}", encoded=True), identity
 
     def _session(self, url: str) -> tuple[aiohttp.ClientSession, str]:
@@ -219,10 +285,14 @@ class Nodes:
                 aiohttp.UnixConnector(path, limit=0)
                 if path
                 else aiohttp.TCPConnector(
-                    limit=0, ssl=self._tls or True, socket_factory=_socket_with_timeout
+                    limit=0,
+                    ssl=self._tls or True,
+                    socket_factory=_socket_with_timeout,
+                    resolver=_Resolver(),
+                    keepalive_timeout=KEEPALIVE_S,
                 )
             )
-            timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
+            timeout = aiohttp.ClientTimeout(total=None, connect=ANSWER_TIMEOUT_S)
             session = aiohttp.ClientSession(
                 connector=connector,
                 timeout=timeout,
@@ -270,19 +340,6 @@ def _socket_with_timeout(address_info: aiohttp.AddrInfoType) -> socket.socket:
     return sock
 
 
-@contextmanager
-def _translated_errors(node: FleetNode) -> Iterator[None]:
-    """Raise errors of a connection as `NodeNotCalled` or `NodeAnswerLost`."""
-    try:
-        yield
-    except aiohttp.WSServerHandshakeError:
-        raise
-    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, ValueError) as error:
-        raise NodeNotCalled(_error_text(node, error)) from None
-    except (aiohttp.ClientError, OSError, TimeoutError) as error:
-        raise NodeAnswerLost(_error_text(node, error)) from None
-
-
 async def _read_body(node: FleetNode, response: aiohttp.ClientResponse) -> bytes:
     content = bytearray()
     async for chunk in response.content.iter_any():
@@ -292,8 +349,64 @@ async def _read_body(node: FleetNode, response: aiohttp.ClientResponse) -> bytes
     return bytes(content)
 
 
-def _error_text(node: FleetNode, error: Exception) -> str:
-    """Return the error text for an unavailable node, without its address."""
-    os_error = getattr(error, "os_error", error)
-    reason = getattr(os_error, "strerror", None) or type(error).__name__
-    return f"node {node.node_id} does not answer: {reason}"
+def _reason(error: Exception) -> str:
+    """Return the reason of a failed call, without the address."""
+    cause = getattr(error, "certificate_error", getattr(error, "os_error", error))
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        return cause.verify_message
+    if isinstance(cause, socket.gaierror):
+        return f"its name cannot be resolved: {cause.strerror}"
+    if isinstance(cause, OSError) and cause.errno and not isinstance(cause, ssl.SSLError):
+        return os.strerror(cause.errno)
+    if isinstance(cause, TimeoutError):
+        return "no answer in time"
+    return getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
+
+
+class _Resolver(AbstractResolver):
+    """Looks up each name in a thread of its own: a silent name server delays no other name.
+
+    A name that cannot be looked up for the moment keeps its addresses.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, int], list[ResolveResult]] = {}
+        self._lookups: dict[tuple[str, int], Future[list[ResolveResult]]] = {}
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[ResolveResult]:
+        name = host, port
+        lookup, known = self._lookups.get(name), self._known.get(name)
+        if lookup is None or lookup.done():
+            function = partial(_look_up, host, port, family)
+            lookup = self._lookups[name] = start_call(f"name {host}", function)
+        waiting = asyncio.wrap_future(lookup)
+        waiting.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        if known is not None and not (await asyncio.wait([waiting], timeout=NAME_TIMEOUT_S))[0]:
+            return known
+        try:
+            self._known[name] = await asyncio.shield(waiting)
+        except socket.gaierror as error:
+            if known is None or error.errno in NO_SUCH_NAME:
+                raise
+        return self._known[name]
+
+    async def close(self) -> None:
+        """Do nothing: threads end with their lookups."""
+
+
+def _look_up(host: str, port: int, family: socket.AddressFamily) -> list[ResolveResult]:
+    numeric = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
+    found = socket.getaddrinfo(host, port, family, socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG)
+    return [
+        ResolveResult(
+            hostname=host,
+            host=socket.getnameinfo(address, numeric)[0],
+            port=port,
+            family=kind,
+            proto=protocol,
+            flags=socket.AI_NUMERICHOST,
+        )
+        for kind, _, protocol, _, address in found
+    ]

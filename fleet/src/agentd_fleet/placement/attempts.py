@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import time
 from urllib.parse import quote
@@ -13,7 +12,7 @@ from msgspec.structs import replace
 
 from agentd.core.access import Caller
 from agentd.error_codes import Scope
-from agentd.errors import AgentdError, OutcomeUnknown
+from agentd.errors import AgentdError, OutcomeUnknown, Refused, RequestTimeout
 from agentd_fleet.nodes.calls import (
     CREATE_TIMEOUT_S,
     NodeAnswer,
@@ -69,10 +68,12 @@ class RouteTakenOver(PlacementUnknown):
 def repeated_refusal(answer: NodeAnswer, route: KernelRoute) -> AgentdError:
     """Return a node's refusal after an earlier call for the kernel.
 
-    One of the moment proves nothing: a node that starts or stops does not look for the kernel.
+    One of the moment proves nothing, nor does one of the transport or of a newer version: the node
+    has not looked for the kernel.
     """
     error = answer.error()
-    return PlacementUnknown(route, error) if error.scope is Scope.MOMENT else error
+    is_unproven = error.scope is Scope.MOMENT or isinstance(error, (Refused, RequestTimeout))
+    return PlacementUnknown(route, error) if is_unproven else error
 
 
 def node_of_route(state: FleetState, route: KernelRoute) -> FleetNode:
@@ -172,12 +173,8 @@ def _require_kernel_id(answer: NodeAnswer, route: KernelRoute) -> NodeAnswer:
     """
     if answer.is_error:
         return answer
-    try:
-        is_valid = json.loads(answer.body)["kernel_id"] == route.kernel_id
-    except (ValueError, KeyError, TypeError, RecursionError):
-        is_valid = False
-    if not is_valid:
-        raise NodeAnswerLost(f"node {route.node_id} returned a malformed answer")
+    if answer.content().get("kernel_id") != route.kernel_id:
+        raise NodeAnswerLost(f"node {route.node_id} answered for another kernel")
     return answer
 
 

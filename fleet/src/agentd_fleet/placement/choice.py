@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from enum import StrEnum
 from itertools import islice
 from typing import NamedTuple
@@ -41,6 +41,8 @@ class Constraints(msgspec.Struct, frozen=True):
     agents: frozenset[str] | None = None
     labels: Mapping[str, str] = {}
     models: frozenset[str] | None = None
+    has_image: bool | None = None
+    """Whether the request has an image: the runtime `docker` requires one, others take none."""
 
 
 class Candidate(NamedTuple):
@@ -63,6 +65,8 @@ NEWER_SCHEMA = "newer schema"
 """The class of nodes whose reports this gateway cannot read."""
 CORDONED = "cordoned"
 """The class of nodes that an operator cordoned; the operator's reason follows."""
+NO_IMAGE, IMAGE_NEEDED = "take no image", "require an image"
+"""The classes of nodes whose runtime is not the one that the request needs."""
 STATUS_CLASSES = {NodeStatus.NEWER: NEWER_SCHEMA, NodeStatus.LOST: NodeStatus.LOST.value}
 """Classes of nodes whose agents may be unknown: each node counts once."""
 
@@ -90,46 +94,49 @@ def choose_candidates(
     generator: random.Random,
     limit: int = 8,
     last: Collection[str] = (),
+    without: Collection[Candidate] = (),
 ) -> list[Candidate]:
     """Return at most `limit` suitable agents in the order in which to try them.
 
-    Agents of the nodes in `last` come after all others.
+    Agents of the nodes in `last` come after all others, those `without` are left out.
 
     `random` keeps gateways with slightly outdated views from crowding one node. `pack` leaves whole
     nodes free: it begins with the agent that has the least left over, of the scarcest requested
     slot, then of the other requested ones by name.
     """
+
+    def find(nodes: Iterable[FleetNode]) -> Iterator[Candidate]:
+        suitable = _find_suitable(view, requested, constraints, nodes)
+        return (candidate for candidate in suitable if candidate not in without)
+
     candidates: list[Candidate] = []
     nodes = _nodes(view, constraints)
     for is_last in (False, True):
         group = [node for node in nodes if (node.node_id in last) is is_last]
         missing = limit - len(candidates)
         if group and missing:
-            candidates += _choose(view, requested, constraints, policy, generator, group, missing)
+            suitable = _sample(find, policy, generator, group, missing)
+            if policy is PlacementPolicy.RANDOM:
+                generator.shuffle(suitable)
+            else:
+                suitable = _sort_packed(view, requested, suitable)
+            candidates += suitable[:missing]
     return candidates
 
 
-def _choose(
-    view: FleetView,
-    requested: ResourceSlots,
-    constraints: Constraints,
+def _sample(
+    find: Callable[[Iterable[FleetNode]], Iterator[Candidate]],
     policy: PlacementPolicy,
     generator: random.Random,
     nodes: list[FleetNode],
     limit: int,
 ) -> list[Candidate]:
-    """Return at most `limit` suitable agents of some nodes in the order in which to try them."""
+    """Return suitable agents of a sample of nodes, and of others while they are fewer."""
     random_nodes = _shuffle_lazily(nodes, generator)
-    suitable = list(
-        _find_suitable(view, requested, constraints, islice(random_nodes, SAMPLE_SIZES[policy]))
-    )
-    further = _find_suitable(view, requested, constraints, random_nodes)
+    suitable = list(find(islice(random_nodes, SAMPLE_SIZES[policy])))
+    further = find(random_nodes)
     suitable += islice(further, max(0, limit - len(suitable))) if suitable else further
-    if policy is PlacementPolicy.RANDOM:
-        generator.shuffle(suitable)
-    else:
-        suitable = _sort_packed(view, requested, suitable)
-    return suitable[:limit]
+    return suitable
 
 
 def _shuffle_lazily(nodes: list[FleetNode], generator: random.Random) -> Iterator[FleetNode]:
@@ -150,6 +157,7 @@ def _find_suitable(
             if (
                 all(free[name] >= amount for name, amount in amounts)
                 and not _node_rejection_reason(view, node, requested)
+                and not _runtime_rejection_reason(node, constraints)
                 and not _agent_rejection_reason(view, node, agent, requested, constraints.models)
             ):
                 yield Candidate(node.node_id, agent)
@@ -188,7 +196,9 @@ def classify_rejections(
             if constraints.agents is None and len(nodes_by_reason[reason_unknown]) < MAX_NAMED:
                 nodes_by_reason[reason_unknown].add(node.node_id)
             continue
-        node_reason = _node_rejection_reason(view, node, requested)
+        node_reason = _node_rejection_reason(view, node, requested) or _runtime_rejection_reason(
+            node, constraints
+        )
         for agent in _agents(node, constraints):
             reason = node_reason or _agent_rejection_reason(
                 view, node, agent, requested, constraints.models
@@ -223,8 +233,8 @@ def _node_rejection_reason(view: FleetView, node: FleetNode, requested: Resource
         return f"{CORDONED}: {node.cordon.reason}".removesuffix(": ")
     if node.status is not NodeStatus.READY:
         return node.status.value
-    if node.exclusion_reason:
-        return node.exclusion_reason
+    if reason := node.reported_reason:
+        return reason
     conflicting = view.conflicts.get(node.node_id, ())
     for name in requested:
         if name in conflicting:
@@ -232,6 +242,14 @@ def _node_rejection_reason(view: FleetView, node: FleetNode, requested: Resource
         if name not in node.slot_types or name not in view.slot_types:
             return f"lack {name}"
     return ""
+
+
+def _runtime_rejection_reason(node: FleetNode, constraints: Constraints) -> str:
+    """Return why a node's runtime is not the one for a request, empty if it is or is unknown."""
+    runtime, has_image = node.runtime, constraints.has_image
+    if runtime is None or has_image is None or has_image is (runtime.name == "docker"):
+        return ""
+    return NO_IMAGE if has_image else IMAGE_NEEDED
 
 
 def _agent_rejection_reason(

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from typing import Annotated
 
 import msgspec
 from msgspec.structs import replace
 
 from agentd.core.access import Caller
-from agentd.core.names import NAME
+from agentd.core.names import is_name
 from agentd.errors import NodeUnavailable
 from agentd_fleet.nodes.calls import CREATE_TIMEOUT_S, NodeAnswer
 from agentd_fleet.placement.attempts import node_of_route
@@ -41,12 +40,6 @@ def _call_timeout(query: Mapping[str, str]) -> float:
         return min(CREATE_TIMEOUT_S, max(0.0, float(query["timeout"])) + STOP_TIMEOUT_MARGIN_S)
     except (KeyError, ValueError):
         return CREATE_TIMEOUT_S
-
-
-class _Owned(msgspec.Struct, frozen=True):
-    """The owner of a kernel."""
-
-    agent_id: Annotated[str, msgspec.Meta(pattern=f"^{NAME}$")]
 
 
 class Deleter:
@@ -118,11 +111,8 @@ class Deleter:
         answer = await self._nodes.call(node, caller, "GET", kernel_path(kernel_id))
         if answer.is_error:
             return answer
-        try:
-            agent_id = msgspec.json.decode(answer.body, type=_Owned).agent_id
-        except msgspec.MsgspecError as error:
-            reason = f"malformed answer of node {node.node_id} about kernel {kernel_id}: {error}"
-            raise NodeUnavailable(reason) from None
+        if not is_name(agent_id := answer.content().get("agent_id")):
+            raise NodeUnavailable(f"node {node.node_id}: kernel {kernel_id} without an agent")
         route = KernelRoute(
             kernel_id=kernel_id,
             node_id=node.node_id,

@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 import secrets
-from collections import deque
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from weakref import WeakValueDictionary
@@ -25,38 +24,31 @@ from agentd.core.slots import ResourceSlots
 from agentd.error_codes import Scope
 from agentd.errors import (
     AgentdError,
-    ImageUnavailable,
-    InsufficientResource,
     KernelConflict,
     NodeUnavailable,
-    Unavailable,
 )
-from agentd_fleet.nodes.calls import GATEWAY, NodeAnswer, NodeNotCalled
+from agentd_fleet.nodes.calls import ANSWER_TIMEOUT_S, GATEWAY, NodeAnswer, NodeNotCalled
 from agentd_fleet.placement.attempts import (
     AttemptRunner,
     PlacementTimeouts,
     PlacementUnknown,
     RouteTakenOver,
     boottime_s,
-    creates_path,
     node_of_route,
     repeated_refusal,
 )
 from agentd_fleet.placement.backend import FleetBackend
-from agentd_fleet.placement.choice import Candidate, PlacementPolicy, choose_candidates, read
+from agentd_fleet.placement.choice import PlacementPolicy, read
 from agentd_fleet.placement.refusals import refusal_error
 from agentd_fleet.placement.requests import PlacementRequest
+from agentd_fleet.placement.search import AgentQuery, FailedNodes, Search
 from agentd_fleet.store.route import KernelRoute, RouteProgress, StoredRoute, StoreUnavailable
 from agentd_fleet.view.fleet_view import FleetView
 
 log = structlog.get_logger()
 
-POLL_TIMEOUT_S = 3.0
-"""Seconds that a node may take for a decision, or to look up a kernel."""
-MAX_CANDIDATES = 8
-"""Maximum nodes that are tried for a kernel."""
-FAILED_FOR_S = 60.0
-"""Seconds in which a node that was unavailable is the last choice."""
+SILENT_TIMEOUT_S = 4.0
+"""Seconds for a repeated create whose node is known not to answer."""
 
 
 class PlacedKernel(msgspec.Struct, frozen=True):
@@ -76,11 +68,12 @@ class Placer:
         policy: PlacementPolicy = PlacementPolicy.RANDOM,
         timeouts: PlacementTimeouts | None = None,
     ) -> None:
+        self._backend = backend
         self._store, self._state, self._nodes = backend.store, backend.state, backend.nodes
         self._policy = policy
         self._timeouts = timeouts or PlacementTimeouts()
         self._attempts = AttemptRunner(backend, self._timeouts)
-        self._failed_until: dict[str, float] = {}
+        self._failed = FailedNodes()
         self._random = random.Random()  # noqa: S311 - spreads load, no secret
         self._confirming: dict[str, asyncio.Task[None]] = {}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -126,12 +119,10 @@ class Placer:
             AgentdError: see `create`.
         """
         requested = self._parse_amounts(request, view)
-        candidates = self._candidates(request, view, requested)
-        answers = await self._request_decisions(caller, request, candidates)
-        for candidate, answer in zip(candidates, answers, strict=True):
-            if isinstance(answer, NodeAnswer) and not answer.is_error:
-                return PlacedKernel(answer, candidate.node_id, candidate.agent_id)
-        raise refusal_error(view, requested, request.constraints, _refusals(candidates, answers))
+        search = self._search(caller, request, view, requested, is_dry_run=True)
+        if (candidate := await search.next()) is not None:
+            return PlacedKernel(search.decisions[candidate], *candidate)
+        raise refusal_error(view, requested, request.constraints, search.refused)
 
     def _parse_amounts(self, request: PlacementRequest, view: FleetView) -> ResourceSlots:
         """Return the requested amounts in the fleet's slots.
@@ -146,48 +137,25 @@ class Placer:
             )
         return read(view, request.slots).accepted()
 
-    def _candidates(
-        self, request: PlacementRequest, view: FleetView, requested: ResourceSlots
-    ) -> list[Candidate]:
+    def _search(
+        self,
+        caller: Caller,
+        request: PlacementRequest,
+        view: FleetView,
+        requested: ResourceSlots,
+        *,
+        is_dry_run: bool = False,
+    ) -> Search:
         policy = request.policy or self._policy
-        now = boottime_s()
-        self._failed_until = {n: until for n, until in self._failed_until.items() if until > now}
-        return choose_candidates(
-            view,
-            requested,
-            request.constraints,
-            policy,
-            self._random,
-            MAX_CANDIDATES,
-            last=self._failed_until,
-        )
-
-    def _note_refusals(
-        self, refusals: Iterable[tuple[str, AgentdError]], *, is_placed: bool = False
-    ) -> None:
-        """Make unavailable nodes the last choice for a while.
-
-        One that cannot pull an image is one of them once another node had it.
-        """
-        until = boottime_s() + FAILED_FOR_S
-        others = RouteTakenOver if is_placed else (RouteTakenOver, ImageUnavailable)
-        for node_id, error in refusals:
-            is_local = error.scope is Scope.NODE  # a group that the host lacks, of one agent
-            if isinstance(error, Unavailable) and not is_local and not isinstance(error, others):
-                self._failed_until[node_id] = until
+        query = AgentQuery(caller, request, requested, policy, self._random, is_dry_run)
+        return Search(self._backend, self._failed, query, view)
 
     async def _place(
         self, caller: Caller, request: PlacementRequest, view: FleetView, requested: ResourceSlots
     ) -> PlacedKernel:
         """Try candidates in order, each after the previous one refused for certain."""
-        candidates = self._candidates(request, view, requested)
-        queue = deque(
-            candidates or self._candidates(request, self._state.without_debits(), requested)
-        )
-        refused: list[tuple[str, AgentdError]] = []
-        revision = 0
-        while queue:
-            candidate = queue.popleft()
+        search, revision = self._search(caller, request, view, requested), 0
+        while (candidate := await search.next()) is not None:
             began = boottime_s()
             route = KernelRoute(
                 kernel_id=request.kernel_id,
@@ -209,68 +177,18 @@ class Placer:
                 )
                 if not answer.is_error:
                     self._confirm_soon(stored)
-                    self._note_refusals(refused, is_placed=True)
+                    search.note_placed()
                     return PlacedKernel(answer, *candidate)
                 error, is_certain = answer.error(), True
             except AgentdError as raised:
                 error, is_certain = raised, isinstance(raised, NodeNotCalled)
-            refused.append((candidate.node_id, error))
-            self._note_refusals(refused[-1:])
+            search.refuse(candidate, error)
             if not is_certain or error.scope is Scope.UNKNOWN:
                 raise error
             self._state.undebit(candidate.node_id)
-            if error.scope is Scope.REQUEST:
-                await self._store.delete_route(request.kernel_id, revision)
-                raise error
-            queue = await self._next_candidates(caller, request, queue, refused)
         if revision:
             await self._store.delete_route(request.kernel_id, revision)
-        raise refusal_error(view, requested, request.constraints, refused)
-
-    async def _next_candidates(
-        self,
-        caller: Caller,
-        request: PlacementRequest,
-        candidates: deque[Candidate],
-        refused: list[tuple[str, AgentdError]],
-    ) -> deque[Candidate]:
-        """Return the candidates after a refusal, those of the same node last unless it is full.
-
-        After the first refusal the others are asked for a decision; those that refuse are left out
-        and added to `refused`.
-        """
-        node_id, error = refused[-1]
-        if len(refused) == 1 and candidates:
-            answers = await self._request_decisions(caller, request, candidates)
-            refusals = _refusals(candidates, answers)
-            self._note_refusals(refusals)
-            refused += refusals
-            looked = zip(candidates, answers, strict=True)
-            candidates = deque(c for c, a in looked if isinstance(a, NodeAnswer) and not a.is_error)
-        if isinstance(error, InsufficientResource):
-            return candidates
-        return deque(sorted(candidates, key=lambda candidate: candidate.node_id == node_id))
-
-    async def _request_decisions(
-        self, caller: Caller, request: PlacementRequest, candidates: Sequence[Candidate]
-    ) -> list[NodeAnswer | NodeUnavailable]:
-        """Request decisions of all candidates concurrently."""
-
-        async def request_decision(candidate: Candidate) -> NodeAnswer | NodeUnavailable:
-            node = self._state.node(candidate.node_id)
-            path = f"{creates_path(candidate.agent_id)}?dry_run=true"
-            if node is None:
-                return NodeUnavailable(f"node {candidate.node_id} is unavailable")
-            try:
-                return await self._nodes.call(
-                    node, caller, "POST", path, body=request.body, patience_s=POLL_TIMEOUT_S
-                )
-            except NodeUnavailable as error:
-                return error
-
-        return list(
-            await asyncio.gather(*(request_decision(candidate) for candidate in candidates))
-        )
+        raise search.final or refusal_error(view, requested, request.constraints, search.refused)
 
     async def _resume_create(
         self, caller: Caller, request: PlacementRequest, stored: StoredRoute
@@ -287,8 +205,13 @@ class Placer:
             if await self._free_if_missing(stored):
                 return None
             raise KernelConflict(reason)
+        node = self._state.node(route.node_id)
+        limit_s = None if node is not None and node.is_answering else SILENT_TIMEOUT_S
         try:
-            answer = await self._repeat_call(caller, request, stored)
+            async with asyncio.timeout(limit_s):
+                answer = await self._repeat_call(caller, request, stored)
+        except TimeoutError:
+            raise PlacementUnknown(route, f"node {route.node_id} does not answer") from None
         except (NodeUnavailable, StoreUnavailable) as error:
             raise PlacementUnknown(route, error) from None
         if answer is None:
@@ -336,7 +259,7 @@ class Placer:
             return False
         path = f"/v1/kernels/{route.kernel_id}"
         try:
-            answer = await self._nodes.call(node, GATEWAY, "GET", path, patience_s=POLL_TIMEOUT_S)
+            answer = await self._nodes.call(node, GATEWAY, "GET", path, patience_s=ANSWER_TIMEOUT_S)
         except NodeUnavailable:
             return False
         if not answer.is_unknown_kernel:
@@ -394,17 +317,6 @@ class Placer:
         """Return whether a request for a kernel id is in progress here."""
         lock = self._locks.get(kernel_id)
         return lock is not None and lock.locked()
-
-
-def _refusals(
-    candidates: Sequence[Candidate], answers: Sequence[NodeAnswer | NodeUnavailable]
-) -> list[tuple[str, AgentdError]]:
-    """Return the refusing nodes with their errors."""
-    return [
-        (candidate.node_id, answer.error() if isinstance(answer, NodeAnswer) else answer)
-        for candidate, answer in zip(candidates, answers, strict=True)
-        if not isinstance(answer, NodeAnswer) or answer.is_error
-    ]
 
 
 def _conflict_reason(caller: Caller, request: PlacementRequest, route: KernelRoute) -> str:

@@ -13,8 +13,10 @@ from agentd.errors import (
     AgentdError,
     Draining,
     InsufficientResource,
+    InvalidRequest,
     NodeUnavailable,
     NotReady,
+    Problem,
     Unavailable,
     UnknownAgent,
     UnknownDevice,
@@ -23,15 +25,17 @@ from agentd.errors import (
 )
 from agentd_fleet.placement.choice import (
     CORDONED,
+    IMAGE_NEEDED,
     MAX_NAMED,
     NEWER_SCHEMA,
+    NO_IMAGE,
     Constraints,
     RejectionClass,
     classify_rejections,
 )
-from agentd_fleet.view.fleet_view import FleetView, NodeStatus
+from agentd_fleet.view.fleet_view import RUNTIME, FleetView, NodeStatus
 
-_UNREPORTED = (NodeStatus.LOST, NodeStatus.DAEMON_DOWN, NEWER_SCHEMA, CORDONED)
+_UNREPORTED = (NodeStatus.LOST, NodeStatus.DAEMON_DOWN, NEWER_SCHEMA, CORDONED, RUNTIME)
 """Beginnings of classes of the view that say nothing about the fleet's resources."""
 _RESOURCES = (InsufficientResource, UnsupportedResource, UnknownAgent, UnknownDevice)
 _ABSENT = (NodeUnavailable, NotReady, Draining)
@@ -52,11 +56,11 @@ def refusal_error(
 
     A node's own failure comes before missing resources, and one that passes before one that stays.
     """
-    called, others = {node_id for node_id, _ in refused}, constraints
+    called, uncalled = {node_id for node_id, _ in refused}, constraints
     if called:
         remaining = (constraints.nodes or view.nodes.keys()) - called
-        others = replace(constraints, nodes=frozenset(remaining))
-    unasked = classify_rejections(view, requested, others)
+        uncalled = replace(constraints, nodes=frozenset(remaining))
+    unasked = classify_rejections(view, requested, uncalled)
     classes = [*_called_classes(refused), *unasked]
     if not classes:
         return _unknown_target_error(view, constraints)
@@ -66,7 +70,12 @@ def refusal_error(
         if sum(row.count for row in classes) > 1:
             error.args = (f"{error} ({_classes_text(classes)})",)
         return _with_classes(error, classes)
-    if not errors and all(row.reason.startswith(_UNREPORTED) for row in unasked):
+    unfit = [row for row in unasked if row.reason in (NO_IMAGE, IMAGE_NEEDED)]
+    if not errors and not refused and len(unfit) == len(unasked):
+        reason = f"no node has the runtime for this request: {_classes_text(classes)}"
+        return _with_classes(InvalidRequest([Problem("image", reason)], is_local=True), classes)
+    others = [row for row in unasked if row not in unfit]
+    if not errors and all(row.reason.startswith(_UNREPORTED) for row in others):
         reason = f"no suitable node is available: {_classes_text(classes)}"
         return _with_classes(NodeUnavailable(reason), classes)
     slot, free = _scarcest(view, requested, constraints)

@@ -86,6 +86,7 @@ def to_placement_request(
             agents=agents,
             labels=placement.labels,
             models=None if placement.models is None else frozenset(placement.models),
+            has_image=request.image is not None,
         ),
         policy=placement.policy,
         body=msgspec.json.encode(content, enc_hook=_encode_amount),

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ from msgspec.structs import replace
 from agentd.client.calls import Call
 from agentd.client.paths import api_path
 from agentd.errors import AgentdError, NodeUnavailable
-from agentd_fleet.nodes.calls import GATEWAY
+from agentd_fleet.nodes.calls import ANSWER_TIMEOUT_S, GATEWAY
 from agentd_fleet.placement.attempts import PlacementTimeouts
 from agentd_fleet.placement.backend import FleetBackend
 from agentd_fleet.placement.placer import Placer
@@ -28,6 +29,8 @@ log = structlog.get_logger()
 NODE_TIMEOUT_S = 5.0
 MAX_CONCURRENT_NODES = 8
 """Nodes that are called concurrently."""
+MAX_PROBES = 64
+"""Maximum nodes of one sweep that are called only to know whether this gateway reaches them."""
 STARTING_STATES = ("preparing", "pulling", "creating")
 """States of kernels that may still fail."""
 _Key = tuple[str, int]
@@ -85,7 +88,27 @@ class Sweep:
             async with semaphore:
                 await self._check_node(node_id, node_routes, now)
 
-        await asyncio.gather(*(check(*item) for item in routes.items()))
+        await asyncio.gather(
+            *(check(*item) for item in routes.items()),
+            *(self._probe(node) for node in self._unverified_nodes()),
+        )
+
+    def _unverified_nodes(self) -> list[FleetNode]:
+        """Return nodes that may be unreachable, those that were so at the last call first."""
+        nodes = [
+            node
+            for node in self._state.view.nodes.values()
+            if node.is_available and not self._state.has_answered(node.node_id)
+        ]
+        random.shuffle(nodes)
+        return sorted(nodes, key=lambda node: not node.unreachable)[:MAX_PROBES]
+
+    async def _probe(self, node: FleetNode) -> None:
+        """Call a node, only to know whether this gateway reaches it."""
+        with suppress(NodeUnavailable):
+            await self._nodes.call(
+                node, GATEWAY, "GET", api_path("node"), patience_s=ANSWER_TIMEOUT_S
+            )
 
     async def _check_node(
         self, node_id: str, node_routes: Sequence[StoredRoute], now: float

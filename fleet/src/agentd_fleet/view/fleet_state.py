@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import math
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
 import structlog
@@ -15,6 +16,8 @@ from agentd_fleet.view.fleet_view import Cordon, FleetNode, FleetView, NodeStatu
 log = structlog.get_logger()
 
 DEBIT_S = 3.0
+ANSWERED_S = 60.0
+"""Seconds for which an answer vouches that this gateway reaches a node."""
 FOLD_S = 0.005
 """Seconds in which reports are collected before they are folded."""
 
@@ -35,6 +38,7 @@ class FleetState:
         self._cordons: dict[str, Cordon] = {}
         self._cordon_changed = asyncio.Event()
         self._unreachable: dict[str, str] = {}
+        self._answered_at: dict[str, float] = {}
 
     @property
     def view(self) -> FleetView:
@@ -88,6 +92,8 @@ class FleetState:
 
     def set_unreachable(self, node_id: str, reason: str) -> None:
         """Apply why calls of this gateway to a node fail, or with "" that one was answered."""
+        if not reason:
+            self._answered_at[node_id] = asyncio.get_running_loop().time()
         if reason == self._unreachable.get(node_id, ""):
             return
         if reason:
@@ -95,6 +101,19 @@ class FleetState:
         else:
             self._unreachable.pop(node_id, None)
         self._apply_again(node_id)
+
+    @property
+    def unreachable(self) -> Mapping[str, str]:
+        """The nodes that this gateway does not reach, with the reasons."""
+        return self._unreachable
+
+    def has_answered(self, node_id: str) -> bool:
+        """Return whether a node has answered this gateway's last call, and not long ago."""
+        answered_at = self._answered_at.get(node_id, -math.inf)
+        return (
+            node_id not in self._unreachable
+            and asyncio.get_running_loop().time() - answered_at < ANSWERED_S
+        )
 
     def _apply_again(self, node_id: str) -> None:
         if (reported := self._reported.get(node_id)) is not None:
@@ -110,6 +129,8 @@ class FleetState:
         """Forget a node."""
         self._unfolded.pop(node_id, None)
         self._reported.pop(node_id, None)
+        self._unreachable.pop(node_id, None)
+        self._answered_at.pop(node_id, None)
         self._forgotten.add(node_id)
         self._shorten_calls(node_id)
 
@@ -156,7 +177,9 @@ class FleetState:
     async def call_timeout(
         self, node_id: str, limit_s: float, unheard_s: float
     ) -> AsyncIterator[None]:
-        """Limit a call to a node to `limit_s`, and to `unheard_s` while the node is not ready.
+        """Limit a call to a node to `limit_s`, or `unheard_s` if it is known not to answer.
+
+        That holds for a node that is unreachable as well, but not for calls that began before.
 
         Raises:
             TimeoutError: the call took longer.
@@ -171,7 +194,7 @@ class FleetState:
         async with asyncio.timeout_at(deadline) as timeout:
             callbacks = self._shorten_callbacks.setdefault(node_id, set())
             callbacks.add(shorten)
-            if node is None or node.status is not NodeStatus.READY:
+            if node is None or not node.is_answering:
                 shorten()
             try:
                 yield

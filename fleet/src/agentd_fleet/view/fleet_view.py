@@ -33,6 +33,8 @@ class NodeStatus(StrEnum):
 
 
 NO_SLOTS = ResourceSlots()
+RUNTIME = "runtime"
+"""The beginning of the reason of a node whose runtime is unavailable."""
 
 
 class Offer(msgspec.Struct, frozen=True):
@@ -63,7 +65,7 @@ class NodeRuntime(msgspec.Struct, frozen=True):
     @property
     def reason(self) -> str:
         """Why the runtime runs no kernel now; empty if it does."""
-        return f"runtime {self.name} is unavailable" if self.state == "unavailable" else ""
+        return f"{RUNTIME} {self.name} is unavailable" if self.state == "unavailable" else ""
 
 
 class FleetNode(msgspec.Struct, frozen=True):
@@ -95,11 +97,20 @@ class FleetNode(msgspec.Struct, frozen=True):
         return self.status is NodeStatus.READY and bool(self.url) and not self.exclusion_reason
 
     @property
+    def is_answering(self) -> bool:
+        """Whether the node is not known to leave calls unanswered."""
+        return self.status is NodeStatus.READY and not self.unreachable
+
+    @property
     def unusable_reason(self) -> str:
         """Why no kernel can be created on the node, although it reports; empty if one can."""
-        of_runtime = self.runtime.reason if self.runtime is not None else ""
         unreachable = f"unreachable: {self.unreachable}" if self.unreachable else ""
-        return self.exclusion_reason or of_runtime or unreachable
+        return self.reported_reason or unreachable
+
+    @property
+    def reported_reason(self) -> str:
+        """Why no kernel is placed on the node according to its report; empty if one may be."""
+        return self.exclusion_reason or (self.runtime.reason if self.runtime is not None else "")
 
     def has_labels(self, labels: Mapping[str, str]) -> bool:
         """Return whether the node has all of these labels."""

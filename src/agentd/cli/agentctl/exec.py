@@ -20,7 +20,9 @@ import click
 from agentd.cli.agentctl import completion
 from agentd.cli.agentctl.options import pairs
 from agentd.client import Client
+from agentd.client.calls import Call
 from agentd.client.defaults import CHUNK
+from agentd.client.paths import api_path
 from agentd.concurrency import start_call
 from agentd.core.kernel.exec_spec import STDERR
 from agentd.errors import AgentdError, Unreachable
@@ -189,10 +191,7 @@ async def _is_served(client: AsyncClient, kernel: str, running: Execution) -> bo
     if running.is_reading:
         return False
     try:
-        async with asyncio.timeout(RESPONSE_TIMEOUT_S):
-            await client.kernel(kernel)
+        await client.execute(Call("GET", api_path("kernels", kernel)), timeout_s=RESPONSE_TIMEOUT_S)
     except AgentdError as refusal:
         return not isinstance(refusal, Unreachable)
-    except TimeoutError:
-        return False
     return True

@@ -79,10 +79,29 @@ class Target:
         self.uid, self.gid = (int(self.status[name].split()[1]) for name in ("Uid", "Gid"))
         self.last_capability = int(read_file("/proc/sys/kernel/cap_last_cap"))
         self.cores = os.sched_getaffinity(pid)
-        self.namespaces = differing_namespaces(pid)
         self.limits = read_limits(pid)
         self.niceness = os.getpriority(os.PRIO_PROCESS, pid)
         self.oom_score_adj = int(read_file(f"/proc/{pid}/oom_score_adj"))
+        try:
+            self._read_private(pid)
+        except PermissionError:
+            if os.geteuid() != 0:
+                raise
+            # Root of a container is not trusted to look at other users' processes
+            # (CAP_SYS_PTRACE). The process's own user is.
+            own_gid = os.getegid()
+            os.setegid(self.gid)
+            os.seteuid(self.uid)
+            try:
+                self._read_private(pid)
+            finally:
+                os.seteuid(0)
+                os.setegid(own_gid)
+        signal.pidfd_send_signal(self.pidfd, 0)  # still the same process
+
+    def _read_private(self, pid: int) -> None:
+        """Read what only the process's user may, and root that may trace it (ptrace(2))."""
+        self.namespaces = differing_namespaces(pid)
         with open(f"/proc/{pid}/environ", "rb") as file:
             pairs = [p.partition(b"=") for p in file.read(MAX_ENV).split(b"\0") if b"=" in p]
         self.env = {"PATH": "/usr/local/bin:/usr/bin:/bin"}
@@ -95,7 +114,6 @@ class Target:
         is_elsewhere = self.namespaces & NAMESPACES["mnt"]
         if not is_elsewhere and not os.path.samefile(f"/proc/{pid}/root", "/"):
             raise PermissionError(1, "its process has another root folder")
-        signal.pidfd_send_signal(self.pidfd, 0)  # still the same process
 
 
 def find_target(request: dict[str, Any]) -> Target:
@@ -117,10 +135,10 @@ def lend_streams(streams: list[int], target: Target, *, is_terminal: bool) -> No
     """Allow the kernel's user to open the streams by name (/dev/stdout, /dev/tty)."""
     if os.geteuid() != 0:
         return
+    if is_terminal:
+        os.fchmod(streams[0], 0o620)  # while it is root's: later it would take CAP_FOWNER
     for stream in streams:
         os.fchown(stream, target.uid, target.gid)
-        if is_terminal:
-            os.fchmod(stream, 0o620)
 
 
 def exec_as_target(
@@ -217,10 +235,13 @@ def drop_rights(target: Target, libc: ctypes.CDLL) -> None:
         bounds = int(target.status["CapBnd"], 16)
         if target.uid == 0:
             bounds &= int(target.status["CapPrm"], 16)
+        excess = int(read_status("self")["CapBnd"], 16) & ~bounds
         for capability in range(target.last_capability + 1):
-            if not bounds >> capability & 1 and libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0):
+            if excess >> capability & 1 and libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0):
                 raise PermissionError(1, "cannot drop capabilities that its process lacks")
-        os.setgroups([int(group) for group in target.status["Groups"].split()])
+        groups = [int(group) for group in target.status["Groups"].split()]
+        if groups != os.getgroups():  # a user namespace may forbid to set any
+            os.setgroups(groups)
         os.setresgid(target.gid, target.gid, target.gid)
         os.setresuid(target.uid, target.uid, target.uid)
     if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
@@ -229,7 +250,7 @@ def drop_rights(target: Target, libc: ctypes.CDLL) -> None:
         raise PermissionError(1, f"cannot become user {target.uid}")
 
 
-def read_status(pid: int) -> dict[str, str]:
+def read_status(pid: int | str) -> dict[str, str]:
     """Return the fields of `/proc/PID/status`."""
     with open(f"/proc/{pid}/status", errors="replace", newline="\n") as file:
         pairs = [line.partition(":") for line in file]

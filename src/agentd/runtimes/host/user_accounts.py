@@ -8,7 +8,17 @@ from collections.abc import Mapping
 import msgspec
 
 from agentd.errors import NotReady, Problem
-from agentd.host.name_service import find_entry, refuse_incomplete
+from agentd.procfs import read_lines
+from agentd.program.name_service import find_entry, refuse_incomplete
+
+
+def may_become_others() -> bool:
+    """Return whether agentd is root, of more users than one: a user namespace may have no other."""
+    try:
+        ranges = read_lines("/proc/self/uid_map")
+    except FileNotFoundError:  # this Linux has no user namespaces
+        return os.geteuid() == 0
+    return os.geteuid() == 0 and sum(int(line.split()[2]) for line in ranges) > 1
 
 
 class UserAccount(msgspec.Struct, frozen=True):
@@ -25,8 +35,8 @@ class UserAccounts(msgspec.Struct, frozen=True):
 
     `own` holds agents with their own account; `default` applies to all others. Without an account,
     kernels run as the daemon's user; in units of root, each has a user of its own. An account that
-    this host does not know yet is a problem. With `is_unprivileged`, agentd is not root and there
-    are no accounts.
+    this host does not know yet is a problem. With `is_unprivileged`, agentd cannot become
+    another user and there are no accounts.
     """
 
     default: UserAccount | Problem | None = None
