@@ -82,6 +82,7 @@ NEW: Mapping[str, frozenset[str]] = {
             "credential.replaced",
             "log.lines_lost",
             "node.keys_deleted",
+            "node.located",
             "node.reached",
             "node.read_failed",
             "node.unreachable",

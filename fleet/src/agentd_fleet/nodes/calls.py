@@ -1,7 +1,7 @@
 """Calls to nodes, made by the gateway on behalf of a caller.
 
 Each call tells the state of the fleet whether its node is reachable from here: the reason if it
-failed, and that it was answered otherwise. A node that was unreachable is probed before a call.
+failed, and that it was answered otherwise.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from functools import partial
 from http import HTTPStatus
 from typing import Any, Self
 
@@ -23,14 +24,12 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
 from agentd.client.errors import error_from_response
-from agentd.client.paths import api_path
 from agentd.concurrency import start_call
 from agentd.core.access import Caller, Role
 from agentd.errors import AgentdError, NodeUnavailable, UnknownKernel
 from agentd.http.callers import CALLER_HEADER, NODE_HEADER
 from agentd.http.connections.admission import enable_keepalive
 from agentd.http.streaming.websocket import MAX_FRAME
-from agentd.os_errors import can_pass
 from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import FleetNode, NodeStatus
 from agentd_fleet.view.reports import UNREADABLE, unreachable_reason
@@ -55,6 +54,9 @@ MAX_ANSWER = 64 << 20
 """Maximum bytes of an answer that is read completely: a page of a list has a fraction of it."""
 NOT_CONNECTED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, ValueError)
 """Errors without any connection, the last one for an address that is none."""
+NAME_TIMEOUT_S = 1.0
+"""Seconds for the lookup of a name whose addresses are known already."""
+NO_SUCH_NAME = (socket.EAI_NONAME, socket.EAI_NODATA)
 SILENT = "does not answer: "
 UNIX = "unix:"
 GATEWAY = Caller("fleet", Role.ADMIN)
@@ -112,7 +114,6 @@ class Nodes:
         self._tls = tls
         self._sessions: dict[str, aiohttp.ClientSession] = {}
         self._replaced: list[aiohttp.ClientSession] = []
-        self._probes: dict[str, asyncio.Task[str]] = {}
 
     async def __aenter__(self) -> Self:
         return self
@@ -143,41 +144,23 @@ class Nodes:
     ) -> NodeAnswer:
         """Call a node and return its answer, even a problem.
 
-        The call takes at most `patience_s`, and `unheard_s` once the node is not ready.
+        The call takes at most `patience_s`, and `unheard_s` if the node is known not to answer.
 
         Raises:
             NodeNotCalled: no connection could be made.
             NodeAnswerLost: there is no answer.
         """
         opening = self.open_response(node, caller, method, path, body=body, headers=headers)
-        return await self._receive(node, opening, self.call_timeout(node, patience_s, unheard_s))
-
-    async def probe(self, node: FleetNode) -> str:
-        """Return why this gateway cannot use a node, empty if it can."""
-        opening = self._open(node, GATEWAY, "GET", api_path("node"))
         try:
-            await self._receive(node, opening, asyncio.timeout(ANSWER_TIMEOUT_S))
-        except NodeUnavailable as error:
-            return str(error)
-        return ""
-
-    async def _receive(
-        self,
-        node: FleetNode,
-        opening: AbstractAsyncContextManager[aiohttp.ClientResponse],
-        limit: AbstractAsyncContextManager[object],
-    ) -> NodeAnswer:
-        try:
-            async with limit, opening as response:
+            async with self.call_timeout(node, patience_s, unheard_s), opening as response:
                 content = await _read_body(node, response)
         except (aiohttp.ClientError, OSError) as error:
             raise self._failed(node, NodeAnswerLost, _reason(error), SILENT) from None
-        answer = NodeAnswer(response.status, response.headers, content)
-        if answer.status == HTTPStatus.FORBIDDEN and b"gateway = true" in answer.body:
+        if response.status == HTTPStatus.FORBIDDEN and b"gateway = true" in content:
             reason = "does not accept the token as a gateway's (gateway = true)"
             raise self._failed(node, NodeNotCalled, reason)
         self._note(node, "")
-        return answer
+        return NodeAnswer(response.status, response.headers, content)
 
     def _failed(
         self, node: FleetNode, kind: type[NodeUnavailable], reason: str, lead: str = ""
@@ -211,15 +194,12 @@ class Nodes:
             raise
         except (aiohttp.ClientError, OSError, ValueError) as error:
             kind = NodeNotCalled if isinstance(error, NOT_CONNECTED) else NodeAnswerLost
-            cause = _cause(error)
-            if isinstance(cause, OSError) and can_pass(cause):  # this host lacks descriptors
-                raise kind(f"node {node.node_id} {SILENT}{_reason(error)}") from None
             raise self._failed(node, kind, _reason(error), SILENT) from None
 
     def call_timeout(
         self, node: FleetNode, patience_s: float, unheard_s: float = ANSWER_TIMEOUT_S
     ) -> AbstractAsyncContextManager[None]:
-        """Limit a call to `patience_s`, and to `unheard_s` while the node is not ready.
+        """Limit a call to `patience_s`, or `unheard_s` if the node is known not to answer.
 
         Raises:
             TimeoutError: the call took longer.
@@ -243,37 +223,6 @@ class Nodes:
             NodeNotCalled: no connection could be made.
             NodeAnswerLost: there is no answer.
         """
-        await self._probe_unreachable(node)
-        async with self._open(node, caller, method, path, body, headers) as response:
-            if response.status != HTTPStatus.FORBIDDEN:  # of a gateway, perhaps
-                self._note(node, "")
-            yield response
-
-    async def _probe_unreachable(self, node: FleetNode) -> None:
-        """Probe a node before a call if the last one failed; concurrent calls share the probe.
-
-        Raises:
-            NodeNotCalled: it still cannot be used.
-        """
-        if node.node_id not in self._state.unreachable:
-            return
-        if (probing := self._probes.get(node.node_id)) is None:
-            probing = self._probes[node.node_id] = asyncio.create_task(self.probe(node))
-            probing.add_done_callback(lambda _: self._probes.pop(node.node_id))
-        await asyncio.wait([probing])
-        if reason := probing.result():
-            raise NodeNotCalled(reason)
-
-    @asynccontextmanager
-    async def _open(
-        self,
-        node: FleetNode,
-        caller: Caller,
-        method: str,
-        path: str,
-        body: bytes | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
         session, url, identity = self._target(node, caller, path)
         request_headers = {**(headers or {}), **identity}
         data: dict[str, Any] = {"data": body} if body is not None else {}
@@ -289,6 +238,8 @@ class Nodes:
                 or response.status in REDIRECT_STATUSES
             ):
                 raise self._failed(node, NodeAnswerLost, _WrongServer.strerror)
+            if response.status != HTTPStatus.FORBIDDEN:  # `call` reads its reason
+                self._note(node, "")
             yield response
 
     async def open_websocket(
@@ -300,7 +251,6 @@ class Nodes:
             NodeNotCalled: no connection could be made.
             NodeAnswerLost: there is no answer.
         """
-        await self._probe_unreachable(node)
         session, url, identity = self._target(node, caller, path)
         try:
             with self._reported(node):
@@ -399,17 +349,9 @@ async def _read_body(node: FleetNode, response: aiohttp.ClientResponse) -> bytes
     return bytes(content)
 
 
-def _cause(error: Exception) -> Exception:
-    """Return the error below one of aiohttp."""
-    for name in ("certificate_error", "os_error"):
-        if isinstance(cause := getattr(error, name, None), Exception):
-            return cause
-    return error
-
-
 def _reason(error: Exception) -> str:
     """Return the reason of a failed call, without the address."""
-    cause = _cause(error)
+    cause = getattr(error, "certificate_error", getattr(error, "os_error", error))
     if isinstance(cause, ssl.SSLCertVerificationError):
         return cause.verify_message
     if isinstance(cause, socket.gaierror):
@@ -422,37 +364,49 @@ def _reason(error: Exception) -> str:
 
 
 class _Resolver(AbstractResolver):
-    """Looks up each name in a thread of its own: a silent name server delays no other name."""
+    """Looks up each name in a thread of its own: a silent name server delays no other name.
+
+    A name that cannot be looked up for the moment keeps its addresses.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, int], list[ResolveResult]] = {}
+        self._lookups: dict[tuple[str, int], Future[list[ResolveResult]]] = {}
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
     ) -> list[ResolveResult]:
-        def look_up() -> list[ResolveResult]:
-            numeric = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
-            return [
-                ResolveResult(
-                    hostname=host,
-                    host=socket.getnameinfo(address, numeric)[0],
-                    port=port,
-                    family=kind,
-                    proto=protocol,
-                    flags=socket.AI_NUMERICHOST,
-                )
-                for kind, _, protocol, _, address in socket.getaddrinfo(
-                    host, port, family, socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG
-                )
-            ]
-
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
-
-        def on_end(_: Future[list[ResolveResult]]) -> None:
-            with suppress(RuntimeError):  # the loop has ended meanwhile
-                loop.call_soon_threadsafe(ended.set)
-
-        call = start_call(f"name {host}", look_up)
-        call.add_done_callback(on_end)
-        await ended.wait()
-        return call.result()
+        name = host, port
+        lookup, known = self._lookups.get(name), self._known.get(name)
+        if lookup is None or lookup.done():
+            function = partial(_look_up, host, port, family)
+            lookup = self._lookups[name] = start_call(f"name {host}", function)
+        waiting = asyncio.wrap_future(lookup)
+        waiting.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        if known is not None and not (await asyncio.wait([waiting], timeout=NAME_TIMEOUT_S))[0]:
+            return known
+        try:
+            self._known[name] = await asyncio.shield(waiting)
+        except socket.gaierror as error:
+            if known is None or error.errno in NO_SUCH_NAME:
+                raise
+        return self._known[name]
 
     async def close(self) -> None:
         """Do nothing: threads end with their lookups."""
+
+
+def _look_up(host: str, port: int, family: socket.AddressFamily) -> list[ResolveResult]:
+    numeric = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
+    found = socket.getaddrinfo(host, port, family, socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG)
+    return [
+        ResolveResult(
+            hostname=host,
+            host=socket.getnameinfo(address, numeric)[0],
+            port=port,
+            family=kind,
+            proto=protocol,
+            flags=socket.AI_NUMERICHOST,
+        )
+        for kind, _, protocol, _, address in found
+    ]

@@ -77,11 +77,13 @@ class NodeReader:
                 is_node = False
             except Exception as error:  # noqa: BLE001 - a node may answer anything
                 reason = unreadable_reason(error)
-            pause_s = min(pause_s * 2, max_pause_s)
-            if loop.time() - read_at > max_pause_s:
+            await self._report_failure(reason, is_down=not is_node)
+            if loop.time() - read_at > max_pause_s:  # the next attempt tells whether it is down
                 pause_s = BACKOFF_S[0]
                 self._logged_reasons.clear()
-            await self._report_failure(reason, is_down=not is_node)
+            else:
+                pause_s = min(pause_s * 2, max_pause_s)
+                self._log_failure(reason)
             await asyncio.sleep(pause_s)
 
     async def _read_node_id(self) -> bool:
@@ -93,17 +95,22 @@ class NodeReader:
         return bool(node_id)
 
     async def _report_failure(self, reason: str, *, is_down: bool) -> None:
-        """Report that the node does not answer, or cannot be read, and log it once."""
+        """Report that the node does not answer, or cannot be read."""
         reading = replace(self._last_reading, is_down=is_down, reason=reason)
-        if reason not in self._logged_reasons and len(self._logged_reasons) < MAX_LOGGED:
-            self._logged_reasons.add(reason)
-            event = "node.read_failed"
-            if reason.startswith("unreachable: "):
-                event = "node.unreachable"
-            log.warning(event, address=self._address, node_id=reading.node_id, reason=reason)
         if reading != self._last_reading:
             self._last_reading = reading
             await self._on_reading(reading)
+
+    def _log_failure(self, reason: str) -> None:
+        """Log each reason once until the node has been read again, and not too many."""
+        if reason in self._logged_reasons or len(self._logged_reasons) >= MAX_LOGGED:
+            return
+        self._logged_reasons.add(reason)
+        event = "node.read_failed"
+        if reason.startswith("unreachable: "):
+            event = "node.unreachable"
+        node_id = self._last_reading.node_id
+        log.warning(event, address=self._address, node_id=node_id, reason=reason)
 
     async def _read(self) -> None:
         client = self._client
