@@ -187,13 +187,15 @@ class EtcdTransport:
         )
 
     async def call_at(self, endpoint: str, path: str, body: Mapping[str, object]) -> dict[str, Any]:
-        """Call exactly this endpoint and return its answer."""
+        """Call exactly this endpoint and return its answer; a silent one is not preferred."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await self._as_user(
                     endpoint, lambda server, token: self._post(server, token, path, body)
                 )
         except TimeoutError:
+            others = (other.rstrip("/") for other in self._credentials.endpoints)
+            self._preferred = next((other for other in others if other != endpoint), endpoint)
             raise EtcdUnavailable(f"{endpoint}: no answer in {self._timeout_s:g} s") from None
 
     async def stream(self, path: str, body: Mapping[str, object]) -> WatchStream:
