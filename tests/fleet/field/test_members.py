@@ -17,8 +17,8 @@ async def test_a_member_that_was_silent_is_asked_last(servers: EtcdServers) -> N
     endpoint = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
     credentials = EtcdCredentials((endpoint, *servers.endpoints))
     async with EtcdClient(credentials, timeout_s=0.5) as etcd:
+        key = {"key": b64encode(b"x").decode()}
         with pytest.raises(EtcdUnavailable, match="no answer"):
-            key = {"key": b64encode(b"x").decode()}
             await etcd._transport.call_at(endpoint, "/v3/kv/range", key)
         assert (await etcd.range("/agentd/"))[0] == []
     assert len(accepted) == 1
