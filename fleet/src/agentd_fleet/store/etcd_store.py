@@ -45,13 +45,13 @@ from agentd_fleet.view.reports import (
 
 log = structlog.get_logger()
 
-SILENCE_S = 5.0
+SILENCE_S = 4.0
 """Seconds of silence after which a watch is probed."""
 STALE_S = 9.0
-"""Seconds without an answer of etcd after which a part is stale: a silence, a probe, and one."""
+"""Seconds without an answer after which a part is stale: a silence, a probe, a pause and a list."""
 LIST_S = (200.0, 300.0)
 """Range of random seconds after which a part is listed again, although its watch is open."""
-RETRY_S = (0.2, 2.0)
+RETRY_S = (0.2, 1.5)
 """Range of random seconds before etcd is called again, which spreads the clients."""
 PARTS = ("slot-types/", "nodes/", "free/", "known/", "cordons/")
 _OnChange = Callable[[str, bytes | None, int], None]

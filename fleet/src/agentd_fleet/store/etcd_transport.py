@@ -186,7 +186,7 @@ class EtcdTransport:
         return await self._call_endpoints(partial(self._post, path, body))
 
     async def call_at(self, endpoint: str, path: str, body: Mapping[str, object]) -> dict[str, Any]:
-        """Call exactly this endpoint and return its answer."""
+        """Call exactly this endpoint and return its answer; a silent one is not preferred."""
         return (await self._call_endpoints(partial(self._post, path, body), endpoint))[0]
 
     async def stream(self, path: str, body: Mapping[str, object]) -> WatchStream:
@@ -209,6 +209,8 @@ class EtcdTransport:
             except TimeoutError:
                 faults.append(f"{endpoint}: no answer in {share_s:.2g} s")
                 is_repeat = True
+                others = (other.rstrip("/") for other in self._credentials.endpoints)
+                self._preferred = next((other for other in others if other != endpoint), endpoint)
             except EtcdUnavailable as error:
                 faults.append(str(error))
                 is_repeat = is_repeat or not isinstance(error, _NeverSent)
