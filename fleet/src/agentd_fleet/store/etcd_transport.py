@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import json
 import math
-import socket
 import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
@@ -38,8 +37,6 @@ _HTTP_STATUS = {2: 500, 4: 504, 7: 403, 8: 429, 13: 500, 14: 503, 15: 500, 16: 4
 """The HTTP status by the gRPC code, for streams of etcd 3.6, which lack it; else 400."""
 LOGIN_PAUSE_S = 5.0
 """Seconds for which a refusal counts for every call: each login costs etcd a bcrypt."""
-MAX_KEEPALIVES = 3
-"""TCP keepalives without an answer after which a watch ends."""
 T = TypeVar("T")
 
 
@@ -124,16 +121,6 @@ class WatchStream:
                     _parse_answer(self.endpoint, self._response.status, last)
                 raise EtcdUnavailable(f"{self.endpoint}: the watch ended")
             self._parts.append(part)
-
-    def keep_alive(self, silence_s: float) -> None:
-        """Enable TCP keepalive after this much silence."""
-        if (connection := self._response.connection) is None or connection.transport is None:
-            return
-        watched: socket.socket = connection.transport.get_extra_info("socket")
-        watched.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
-            watched.setsockopt(socket.IPPROTO_TCP, option, max(1, round(silence_s)))
-        watched.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, MAX_KEEPALIVES)
 
     def close(self) -> None:
         """Close the connection, which ends the watch in etcd."""
