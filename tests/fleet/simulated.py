@@ -17,7 +17,7 @@ import msgspec
 from agentd.core.access import Caller, Role
 from agentd.core.slots import BUILT_IN, ONE, ResourceSlots
 from agentd.error_codes import ERROR_CODES
-from agentd.errors import AgentdError, NodeUnavailable
+from agentd.errors import AgentdError
 from agentd_fleet.nodes.calls import NodeAnswer, NodeAnswerLost, NodeNotCalled
 from agentd_fleet.placement import attempts, placer
 from agentd_fleet.placement.backend import FleetBackend
@@ -234,10 +234,6 @@ class SimulatedCalls:
             raise NodeAnswerLost(f"{name}: the answer is lost")
         self.state.set_unreachable(name, "")
         return answer
-
-    async def probe(self, node: FleetNode) -> None:
-        with suppress(NodeUnavailable):
-            await self.call(node, ADMIN, "GET", "/v1/node", patience_s=3.0)
 
 
 class SimulatedGateway:

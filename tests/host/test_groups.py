@@ -15,7 +15,7 @@ from agentd.errors import InvalidRequest, NotReady, RuntimeUnavailable
 from agentd.host import groups
 from agentd.host.groups import group_problems, resolve_groups, with_group_ids
 from agentd.host.lookups import Lookups
-from agentd.host.name_service import NameEntry
+from agentd.program.name_service import NameEntry
 from contracts.test_runtime import plan
 
 IDS = {"root": 0, "video": 44, "vid": 44, "docker": 999, "render": 105}

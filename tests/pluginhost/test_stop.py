@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from agentd.concurrency import silent_subjects
 from agentd.config.plugins import PluginTable
 from agentd.errors import Conflict, PluginUnavailable, UnknownPlugin
-from agentd.host.processes import read_env
+from agentd.host.processes import Proc, read_env
 from agentd.pluginhost import process as plugin_process
 from agentd.pluginhost.descendants import MARK, kill_marked, new_mark
 from agentd.services.protocols import PluginState
@@ -194,7 +194,7 @@ async def test_environment_that_nobody_can_read_delays_no_plugin(
         return read_env(pid) if pid != os.getpid() or answered.wait(20) else {}
 
     monkeypatch.setattr("agentd.pluginhost.descendants.read_env", hang)
-    monkeypatch.setattr("agentd.pluginhost.descendants.ANSWER_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("agentd.concurrency.ANSWER_TIMEOUT_S", 0.5)
     table, _ = scripted(tmp_path)
     made = host([table], Scripted="Scripted")
     await opened(made)
@@ -207,6 +207,20 @@ async def test_environment_that_nobody_can_read_delays_no_plugin(
             await kill_marked(mark)
         assert helper.returncode == -signal.SIGKILL, "it is behind the one that is stuck"
     assert await stop(made) == STOPPED
-    assert [thread.name for thread in threading.enumerate()].count("environments in /proc") == 1
+    assert [thread.name for thread in threading.enumerate()].count(subject) == 1
     answered.set()
     until_blocking(silent_subjects, lambda silent: subject not in silent)
+
+
+async def test_concurrent_ends_share_the_wait_for_a_stuck_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answered, subject = threading.Event(), f"the environment of process {os.getpid()}"
+    own = [Proc(os.getpid(), 1)]
+    monkeypatch.setattr("agentd.pluginhost.descendants.all_processes", lambda: own)
+    monkeypatch.setattr("agentd.pluginhost.descendants.read_env", lambda _: answered.wait(20) or {})
+    monkeypatch.setattr("agentd.concurrency.ANSWER_TIMEOUT_S", 0.5)
+    await asyncio.gather(*(kill_marked(f"mark-{number}") for number in range(40)))
+    assert [thread.name for thread in threading.enumerate()].count(subject) == 1
+    answered.set()
+    until_blocking(silent_subjects, [])

@@ -58,7 +58,8 @@ class StubNode:
             return await self.pour(request, response)
         if path == "/v1/events":
             return await self.stream(request)
-        return web.json_response(self.answers.get(path, {}))
+        own_id = {"Agentd-Node": request.headers.get("Agentd-Node", "")}
+        return web.json_response(self.answers.get(path, {}), headers=own_id)
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()

@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import structlog
 
 from agentd.client.asynchronous import AsyncClient
-from agentd.concurrency import wait_event
-from agentd.errors import ConfigRefused, DaemonFailed, Problem, StartRefused
+from agentd.concurrency import call_in_time, wait_event
+from agentd.errors import ConfigRefused, DaemonFailed, Problem, RuntimeUnavailable, StartRefused
 from agentd.http.credentials import build_endpoint
-from agentd.http.server import Server
+from agentd.http.server import Endpoint, Server
 from agentd.http.static import HOME, NODE_HOME, Pages
 from agentd.program.background import Background
+from agentd.program.name_service import find_entry
 from agentd.program.sd_notify import Notifier
 from agentd.program.shutdown import Shutdown
 from agentd_fleet.credentials import GatewayCredentials, OwnCredentials, rpc_settings
@@ -40,6 +42,23 @@ log = structlog.get_logger()
 FIRST_VIEW_TIMEOUT_S, LOOK_S = 5.0, 0.05
 AFTER_SERVER_S, AFTER_PLACEMENTS_S = 15.0, 3.0
 """Seconds of a stop reserved for the steps after the server and the placements."""
+
+
+async def find_socket_groups(endpoint: Endpoint) -> Mapping[str, int]:
+    """Return the groups of the sockets that this host knows, with their ids.
+
+    Raises:
+        StartRefused: the name service does not answer.
+    """
+    ids: dict[str, int] = {}
+    for group in {unix.group for unix in endpoint.sockets if unix.group is not None}:
+        find = partial(find_entry, "getgrnam_r", group)
+        try:
+            entry = await asyncio.to_thread(call_in_time, f"group {group!r}", find)
+        except (OSError, RuntimeUnavailable) as error:
+            raise StartRefused(f"group {group!r} cannot be looked up: {error}") from None
+        ids |= {group: entry.number} if entry is not None else {}
+    return ids
 
 
 class GatewayDaemon:
@@ -102,7 +121,8 @@ class GatewayDaemon:
             pages=Pages({HOME: "agentd_fleet", NODE_HOME: "agentd"}),
         )
         stack.push_async_callback(step, "server", server.stop, AFTER_SERVER_S)
-        await server.start()
+        groups = await find_socket_groups(server_endpoint)
+        await server.start(groups.get)
         for unix in server.ungrouped:
             raise StartRefused(f"socket {unix.path}: no group {unix.group!r} on this host")
         sweep = Sweep(backend, placer, self._timeouts)

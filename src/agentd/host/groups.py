@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from agentd.core.kernel.plan import KernelPlan
 from agentd.errors import InvalidRequest, NotReady, Problem, RuntimeUnavailable
 from agentd.host.lookups import Lookups
-from agentd.host.name_service import find_entry
+from agentd.program.name_service import find_entry
 
 _SUBJECT = "the group database"
 DEVICES = ""

@@ -27,7 +27,6 @@ from agentd.http.connections.connection import Connection, connection_of
 from agentd.http.connections.request_turns import RequestTurns, end_turn
 from agentd.http.connections.unix_sockets import (
     bind_unix_socket,
-    find_group_id,
     give_socket,
     socket_identity,
 )
@@ -139,7 +138,7 @@ class Server:
         """The requests that `stop` cancelled, as `METHOD /path`."""
         site.build_document = cache(lambda: build_document(title, routes))
 
-    async def start(self, find_group: Callable[[str], int | None] = find_group_id) -> None:
+    async def start(self, find_group: Callable[[str], int | None] = lambda _: None) -> None:
         """Start listening; `find_group` returns the id of a group, None of an unknown one.
 
         Raises:

@@ -13,24 +13,16 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import uuid
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import wait
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import structlog
 
-from agentd.concurrency import (
-    ANSWER_TIMEOUT_S,
-    MAX_SILENT,
-    NEXT_TIMEOUT_S,
-    mark_silent,
-    silent_subjects,
-    start_call,
-)
+from agentd.concurrency import Walk, call_in_time
 from agentd.errors import RuntimeUnavailable
 from agentd.host.lookups import Lookups
 from agentd.host.processes import Proc, all_processes, read_env, read_stat, read_uids
@@ -40,7 +32,7 @@ log = structlog.get_logger()
 MARK = "AGENTD_PLUGIN"
 _ROUNDS = 5
 """Maximum passes; a helper may start another one between the scan and the kill."""
-_STUCK = "the environment of process"
+_reading = threading.Lock()
 
 
 def new_mark() -> str:
@@ -79,38 +71,19 @@ def _kill_matching(matches: Callable[[str], bool]) -> None:
 
 
 def _read_marks(processes: Iterable[Proc]) -> Mapping[Proc, str]:
-    """Return the mark of each process with one; a process that is stuck is skipped from then on.
+    """Return the mark of each process with one, without those that are stuck.
 
     Raises:
         BlockingIOError: the host has no process id for a thread.
     """
-    stuck = [subject for subject in silent_subjects() if subject.startswith(_STUCK)]
-    pending = deque(process for process in processes if f"{_STUCK} {process.pid}" not in stuck)
-    marks: dict[Proc, str] = {}
-    timeout_s = ANSWER_TIMEOUT_S
-    while pending and len(stuck) < MAX_SILENT:
-        call = start_call("environments in /proc", partial(_read_each, pending, marks))
-        unread = -1
-        while not call.done() and unread != (unread := len(pending)):
-            wait([call], timeout_s)
-        if call.done():
-            call.result()
-            break
-        if not (pending := pending.copy()):
-            break  # it has just read the last one
-        stuck.append(f"{_STUCK} {pending.popleft().pid}")
-        mark_silent(call, stuck[-1])
-        timeout_s = NEXT_TIMEOUT_S
-    return marks.copy()
-
-
-def _read_each(pending: deque[Proc], marks: dict[Proc, str]) -> None:
-    """Read the marks of processes; the first one pending is the one that is being read."""
-    while pending:
-        process = pending[0]
-        if mark := read_env(process.pid).get(MARK):
-            marks[process] = mark
-        pending.popleft()
+    walk, marks = Walk(), dict[Proc, str]()
+    with _reading:  # one waits for a stuck process, and the others find it silent
+        for process in processes:
+            with suppress(TimeoutError):
+                subject = f"the environment of process {process.pid}"
+                environ = call_in_time(subject, partial(read_env, process.pid), walk)
+                marks |= {process: environ[MARK]} if MARK in environ else {}
+    return marks
 
 
 def _pid_namespace() -> str:

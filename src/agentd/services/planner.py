@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -102,6 +102,12 @@ class ParsedRequest(NamedTuple):
     slots: ResourceSlots
     named_devices: Mapping[str, frozenset[DeviceId]]
     claimed: ClaimedDevices = ClaimedDevices()
+
+    def without_cores(self, cores: Iterable[str], members: Iterable[DeviceId]) -> ParsedRequest:
+        """Return the request, for cores among an agent's other ones."""
+        own = frozenset(member for member in members if member.name == CPU)
+        rest = self.named_devices.get(CPU, own).difference(DeviceId(CPU, core) for core in cores)
+        return self._replace(named_devices={**self.named_devices, CPU: rest})
 
 
 class Planner:

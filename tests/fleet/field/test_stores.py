@@ -5,7 +5,7 @@ import contextlib
 import inspect
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from agentd.client.tls import client_tls
 from agentd_fleet.store import etcd_store, etcd_transport
 from agentd_fleet.store.etcd_client import Change, EtcdClient
 from agentd_fleet.store.etcd_store import SILENCE_S, STALE_S, EtcdStore
-from agentd_fleet.store.etcd_transport import EtcdCredentials, EtcdRefused
+from agentd_fleet.store.etcd_transport import EtcdCredentials, EtcdRefused, WatchStream
 from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import NodeStatus
 from end_to_end.fleet.etcd_server import EtcdServers
@@ -44,6 +44,10 @@ class Followed:
     def status(self, node_id: str) -> NodeStatus | None:
         node = self.state.node(node_id)
         return None if node is None else node.status
+
+    def slot_types(self, node_id: str) -> Collection[str]:
+        node = self.state.node(node_id)
+        return () if node is None else node.slot_types
 
     async def until_live(self) -> None:
         await until(self.store.stale_reason, "")
@@ -226,6 +230,69 @@ async def test_lists_notice_what_an_open_watch_missed(
         await until(lambda: etcd.get(slot), text="written again, because n2 offers it")
 
 
+MISSED: dict[str, tuple[str, bytes | None, Callable[[Followed], bool]]] = {
+    "put": ("n2", node_report(2, 3), lambda one: one.status("n2") == NodeStatus.READY),
+    "overwrite": ("n1", node_report(1, 2), lambda one: len(one.slot_types("n1")) == 2),
+    "delete": ("n1", None, lambda one: one.status("n1") == NodeStatus.LOST),
+}
+
+
+@pytest.mark.parametrize(("node", "value", "is_noticed"), MISSED.values(), ids=MISSED)
+async def test_a_deaf_watch_is_noticed_by_its_probe(
+    servers: EtcdServers,
+    monkeypatch: pytest.MonkeyPatch,
+    node: str,
+    value: bytes | None,
+    is_noticed: Callable[[Followed], bool],
+) -> None:
+    """A proxy may keep a connection open whose other end has died; new ones are answered."""
+    read, is_deaf, swallowed = WatchStream.next, asyncio.Event(), asyncio.Event()
+
+    async def next_unless_deaf(stream: WatchStream) -> dict[str, Any]:
+        message = await read(stream)
+        if is_deaf.is_set() and "events" in message:
+            swallowed.set()
+            await asyncio.Event().wait()
+        return message
+
+    monkeypatch.setattr(WatchStream, "next", next_unless_deaf)
+    async with (
+        EtcdClient(EtcdCredentials(servers.endpoints)) as etcd,
+        following(EtcdClient(EtcdCredentials(servers.endpoints))) as followed,
+    ):
+        await publish(etcd, 1)
+        await until(lambda: followed.status("n1"), NodeStatus.READY)
+        is_deaf.set()
+        key = f"{PREFIX}nodes/{node}"
+        await (etcd.delete(key) if value is None else etcd.put(key, value))
+        await swallowed.wait()
+        is_deaf.clear()
+        await until(lambda: is_noticed(followed))
+        assert followed.is_live
+
+
+async def test_a_watch_drops_what_is_older_than_the_list(
+    servers: EtcdServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member that lags behind sends what is before the first revision that was asked for."""
+    read = WatchStream.next
+
+    async def with_old_events(stream: WatchStream) -> dict[str, Any]:
+        message = await read(stream)
+        for event in message.get("events", ()):
+            message["events"] = [{"kv": {**event["kv"], "mod_revision": "2"}}, event]
+        return message
+
+    async with EtcdClient(EtcdCredentials(servers.endpoints)) as etcd:
+        revision = await etcd.put(f"{PREFIX}nodes/n1", b"1")
+        monkeypatch.setattr(WatchStream, "next", with_old_events)
+        async with contextlib.aclosing(etcd.watch(PREFIX, after=revision)) as watch:
+            written = await etcd.put(f"{PREFIX}nodes/n1", b"2")
+            changes, reached = await anext(watch)
+    assert changes == [Change(f"{PREFIX}nodes/n1", b"2", written)]
+    assert reached == written
+
+
 async def test_a_list_of_what_is_known_changes_no_node(
     servers: EtcdServers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,6 +352,25 @@ async def test_a_view_stays_live_while_users_change(
             await until(lambda number=number: followed.status(f"n{number}"), NodeStatus.READY)
             assert followed.is_live
     assert lines == []
+
+
+async def test_a_user_that_is_deleted_and_made_again_is_no_restart(
+    mortal: EtcdServers, lines: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(etcd_transport, "LOGIN_PAUSE_S", 0.1)
+    await mortal.require_logins("secret", gate=(PREFIX,), node=(PREFIX,))
+    gate = EtcdClient(EtcdCredentials(mortal.endpoints, "gate", "secret"))
+    async with following(gate) as followed:
+        await followed.until_live()
+        await mortal.ask("/v3/auth/user/delete", {"name": "gate"})
+        await mortal.ask("/v3/auth/role/delete", {"role": "gate"})
+        await until(followed.store.stale_reason)
+        await mortal.add_user("gate", "secret", PREFIX)
+        await followed.until_live()
+        async with EtcdClient(EtcdCredentials(mortal.endpoints, "node", "secret")) as node:
+            await publish(node, 1)
+        await until(lambda: followed.status("n1"), NodeStatus.READY)
+    assert [line["event"] for line in lines] == ["store.lost", "store.recovered"]
 
 
 class Credentials:

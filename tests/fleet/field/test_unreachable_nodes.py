@@ -4,11 +4,13 @@ import asyncio
 import socket
 import ssl
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import web
 from structlog.testing import capture_logs
@@ -189,7 +191,7 @@ async def test_node_that_cannot_be_called_has_the_true_reason_once(
             assert known.unreachable
             assert not state.has_answered(NODE)
             for _ in range(2):
-                with pytest.raises(NodeNotCalled):  # it is probed before
+                with pytest.raises(NodeUnavailable):
                     await call(nodes, node)
         events = [(line["event"], line["address"]) for line in lines]
         assert events == [("node.unreachable", node.url)]
@@ -266,3 +268,70 @@ async def test_idle_connection_is_not_trusted(
         place.proxy.drop()
         with pytest.raises(NodeNotCalled):
             await nodes.call(node, GATEWAY, "POST", "/v1/agents/a/kernels", patience_s=60.0)
+
+
+class Names:
+    """The name service of `localhost`, whose answer a test chooses; None is silence."""
+
+    def __init__(self) -> None:
+        self.answer: str | int | None = "127.0.0.1"
+        self.is_over = threading.Event()
+        self.look_up = socket.getaddrinfo
+
+    def answered(self, host: str, *more: Any, **options: Any) -> Any:
+        if self.answer is None:
+            self.is_over.wait()
+        if not isinstance(self.answer, str):
+            raise socket.gaierror(self.answer, "no answer")
+        return self.look_up(self.answer if host == "localhost" else host, *more, **options)
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> Iterator[Names]:
+    made = Names()
+    monkeypatch.setattr(socket, "getaddrinfo", made.answered)
+    monkeypatch.setattr(calls, "KEEPALIVE_S", 0.0)
+    monkeypatch.setattr("agentd.client.names.NAME_TIMEOUT_S", 0.1)
+    connector = partial(aiohttp.TCPConnector, ttl_dns_cache=0)
+    monkeypatch.setattr(aiohttp, "TCPConnector", connector)
+    yield made
+    made.is_over.set()
+
+
+FAILURES = {
+    "its name server is silent": (None, True),
+    "it cannot answer for the moment": (socket.EAI_AGAIN, True),
+    "its server fails": (socket.EAI_FAIL, True),
+    "the name is gone": (socket.EAI_NONAME, False),
+}
+
+
+@pytest.mark.parametrize(("answer", "is_reached"), FAILURES.values(), ids=FAILURES)
+async def test_name_that_was_known_outlasts_its_name_server(
+    place: Place, names: Names, answer: int | None, *, is_reached: bool
+) -> None:
+    node = listed((await place.serve()).replace("127.0.0.1", "localhost"))
+    state = FleetState()
+    state.update_node(node)
+    async with Nodes(state) as nodes:
+        await call(nodes, node)
+        names.answer = answer
+        for _ in range(3):
+            with nullcontext() if is_reached else pytest.raises(NodeNotCalled):
+                await call(nodes, node)
+        assert state.has_answered(NODE) is is_reached
+        threads = [t.name for t in threading.enumerate() if t.name == "name localhost"]
+        assert len(threads) == (answer is None)
+
+
+async def test_node_is_found_where_its_name_leads_to_now(place: Place, names: Names) -> None:
+    node = listed((await place.serve()).replace("127.0.0.1", "localhost"))
+    state = FleetState()
+    state.update_node(node)
+    async with Nodes(state) as nodes:
+        names.answer = "127.0.0.2"  # where nobody listens
+        with pytest.raises(NodeNotCalled):
+            await call(nodes, node)
+        names.answer = "127.0.0.1"
+        await call(nodes, node)
+        assert state.unreachable == {}

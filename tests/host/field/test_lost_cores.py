@@ -36,7 +36,7 @@ async def rig() -> Rig:
     return made
 
 
-def lose_in_runtime(runtime: FakeRuntime, *lost: str) -> list[KernelPlan]:
+def lose_in_runtime(runtime: FakeRuntime, *lost: str, are_named: bool = True) -> list[KernelPlan]:
     """Make creates on these cores fail; return their plans."""
     plans: list[KernelPlan] = []
     create = runtime.create
@@ -44,7 +44,8 @@ def lose_in_runtime(runtime: FakeRuntime, *lost: str) -> list[KernelPlan]:
     async def create_elsewhere(wanted: KernelPlan, *rest):
         if {*lost} & {*wanted.cpus}:
             plans.append(wanted)
-            raise CoresUnavailable(sorted({*lost} & {*wanted.cpus}), "Invalid argument")
+            named = sorted({*lost} & {*wanted.cpus}) if are_named else ()
+            raise CoresUnavailable(named, "Invalid argument")
         return await create(wanted, *rest)
 
     runtime.create = create_elsewhere  # type: ignore[method-assign]
@@ -53,6 +54,19 @@ def lose_in_runtime(runtime: FakeRuntime, *lost: str) -> list[KernelPlan]:
 
 def cores_of(rig: Rig, kernel_id: str) -> tuple[str, ...]:
     return rig.runtime.plans[-1].cpus if rig.runtime.plans[-1].spec.kernel_id == kernel_id else ()
+
+
+async def test_unnamed_core_is_avoided_by_the_create_that_met_it(rig: Rig) -> None:
+    """Such as with runc or crun, whose cpuset is smaller than that of agentd."""
+    failed = lose_in_runtime(rig.runtime, "0", are_named=False)
+    await rig.create("k1", cpu=2)
+    assert ([attempt.cpus for attempt in failed], cores_of(rig, "k1")) == ([("0", "1")], ("2", "3"))
+    assert [*rig.devices.conditions()] == [], "any of both may be the lost one"
+    for cores in (0, 2):
+        with pytest.raises(CoresUnavailable):
+            await rig.create("k2", cpu=cores)
+    await rig.create("k2", cpu=1)
+    assert cores_of(rig, "k2") == ("1",)
 
 
 async def test_missing_core_is_withheld_until_it_returns(rig: Rig) -> None:

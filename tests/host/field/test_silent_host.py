@@ -54,7 +54,7 @@ role = "read"
 [host]""",
 ).replace(
     'network = "none"',
-    """allowed-mounts = ["{folder}/dead/data", "{folder}/dead/more"]
+    """allowed-mounts = ["{folder}/dead/data", "{folder}/ok", "{folder}/dead/more"]
 registry-auth = "{folder}/dead/auth.json"
 """,
 )
@@ -105,6 +105,9 @@ class SilentNode:
             (self.folder / name).chmod(0o600)
         daemon.program = ("-c", QUICK)
         self.cases, agents = dict(SILENT), AGENTS
+        (self.folder / "ok").mkdir()
+        self.healthy: tuple[str, dict[str, Any]] = ("agent-1", {})
+        """An agent, and members of a request that needs nothing silent."""
         self.silent_members: dict[str, Any] = {}
         """Members of a request that needs what is silent, and the code of its refusal."""
         self.silent_code = "NotReady"
@@ -112,6 +115,8 @@ class SilentNode:
             del self.cases["user of an agent"]
             agents = AGENTS.replace('user = "daemon"\n', "")
             self.silent_members = {"mounts": [{"source": f"{dead}/data", "target": "/data"}]}
+            mount = {"source": f"{self.folder}/ok", "target": "/data"}
+            self.healthy = ("agent-2", {"mounts": [mount]})
             self.silent_code = "RuntimeUnavailable"
         daemon.configure(agents, CONFIGURATION.replace("{{port}}", str(self.port)))
 
@@ -191,6 +196,11 @@ async def test_silent_paths_and_names_hold_up_nothing(node: SilentNode) -> None:
         await daemon.start(**node.environ)
         await until(node.reasons, lambda reasons: not node.lacks(reasons), within_s=MOST_S)
         await serves_everything(daemon, "k1")
+        for _ in range(2 * MAX_AT_ONCE):
+            refused = await daemon.create("agent-2", **node.silent_members, query="?dry_run=true")
+            assert refused.status == 503
+        agent, members = node.healthy
+        await daemon.running(agent, **members)
         refused = await daemon.create("agent-2", **node.silent_members)
         assert (refused.status, refused.json["code"]) == (503, node.silent_code)
         assert [await node.status_of(secret) for secret in SECRETS.values()] == [0, 0]
@@ -302,7 +312,8 @@ async def test_working_directory_on_a_dead_mount_delays_no_other_agent(node: Sil
         ]
         await until(lambda: daemon.get("/v1/kernels"), lambda kernels: len(kernels) == len(creates))
         await serves_everything(daemon, "k1")
-        assert not any(create.done() for create in creates)
+        is_limited = daemon.runtime == "systemd"  # by systemd, which may have ended them meanwhile
+        assert is_limited or not any(create.done() for create in creates)
         answers = await asyncio.gather(*creates)
     assert {(a.status, a.json["code"]) for a in answers} == {(503, "RuntimeUnavailable")}
     expected = {

@@ -28,7 +28,7 @@ TEAMS = (
 """The users of a host that a directory may know later."""
 HOST = """
 import os, pathlib
-from agentd.host import name_service
+from agentd.program import name_service
 folder, find_entry = pathlib.Path(os.environ["UNKNOWN"]), name_service.find_entry
 name_service.find_entry = lambda function, name: (
     None if (folder / str(name)).exists() else find_entry(function, name))

@@ -139,6 +139,39 @@ MEANINGS = {
     "a mount named as a conflict": (
         400, f"{SOURCE}/data/u/port is already allocated", 0, InvalidRequest,
     ),
+    "a requested source that fails": (500, "lstat /x: input/output error", 0, RuntimeFailure),
+    "a requested source that fails, crun": (
+        500, "crun: open `/x`: Input/output error: OCI runtime error", 0, RuntimeFailure,
+    ),
+    "a requested source that is full": (
+        500, "error while creating mount source path '/x': mkdir /x: disk quota exceeded", 0,
+        RuntimeFailure,
+    ),
+    "a requested source that is full, quoted": (
+        500, "mkdir '/x': no space left on device", 0, RuntimeFailure,
+    ),
+    "a target on a read-only mount, crun": (
+        500, "crun: mkdir `usr/lib/x`: Read-only file system: OCI runtime error", 0, RuntimeFailure,
+    ),
+    "a target on a read-only mount, crun with openat2": (
+        500, "crun: creating `/m/s`: openat2 `m/s`: Read-only file system: OCI runtime error", 0,
+        RuntimeFailure,
+    ),
+    "an engine's disk that is full, crun": (
+        500, "crun: mkdir `/data/docker/x`: No space left on device: OCI runtime error", 0,
+        StateUnavailable,
+    ),
+    "a setting of a read-only /proc": (
+        500, f"{INIT}open /proc/sys/net/ipv4/ping_group_range: read-only file system: unknown", 128,
+        RuntimeFailure,
+    ),
+    "a command named as a cpuset, crun": (
+        500, f"crun: executable file `{CPUSET[3:]}` not found in $PATH", 127, CommandNotFound,
+    ),
+    "a command named as a cpuset in quotes, crun": (
+        500, "crun: executable file `writing file `/sys/fs/cgroup/x/cpuset.cpus` not found", 127,
+        CommandNotFound,
+    ),
     "a hierarchy of cgroups that is full": (
         500, "mkdir /sys/fs/cgroup/memory/docker/x: no space left on device", 0, RuntimeFailure,
     ),

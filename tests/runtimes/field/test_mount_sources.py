@@ -4,11 +4,13 @@ import asyncio
 import errno
 import os
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from agentd.concurrency import silent_subjects
 from agentd.core.kernel.edits import ContainerEdits, Mount
 from agentd.errors import InvalidRequest, RuntimeFailure, RuntimeUnavailable
 from agentd.runtimes.docker import mounts
@@ -19,6 +21,7 @@ from support.daemon import AGENTS, Daemon
 from support.engine import Engine
 from support.host_faults import hung_mount
 from support.needs import require
+from support.waiting import until_blocking
 
 
 @pytest.fixture
@@ -59,6 +62,33 @@ def test_link_into_an_allowed_folder_is_followed(folder: Path) -> None:
     (folder / "link").symlink_to("data/../data")
     [source] = resolve_sources([Mount(f"/{folder}/link/a", "/x")], [folder / "data"])
     assert source.path == str(folder / "data" / "a")
+
+
+def test_silent_folder_holds_up_no_mount_of_another(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Allowed before it or after it; what only it could have is refused for the moment."""
+    data, dead, answered = folder / "data", folder / "dead", threading.Event()
+    for path in (data, dead):
+        path.mkdir()
+    readlink = Path.readlink
+
+    def wait(path: Path) -> Path:
+        if path.is_relative_to(dead):
+            answered.wait(20)
+        return readlink(path)
+
+    monkeypatch.setattr(Path, "readlink", wait)
+    monkeypatch.setattr("agentd.concurrency.ANSWER_TIMEOUT_S", 0.1)
+    for allowed in ([data, dead], [dead, data]):
+        [source] = resolve_sources([Mount(str(data), "/x")], allowed)
+        assert source.path == str(data)
+        for wanted in (dead / "x", folder / "elsewhere"):
+            with pytest.raises(RuntimeUnavailable, match=f"^{dead}.* no answer within"):
+                resolve_sources([Mount(str(data), "/x"), Mount(str(wanted), "/y")], allowed)
+    assert [thread.name for thread in threading.enumerate()].count(str(dead)) == 1
+    answered.set()
+    until_blocking(silent_subjects, [])
 
 
 async def test_agents_do_not_wait_for_the_mounts_of_others(

@@ -1,12 +1,11 @@
 """Calls to nodes, made by the gateway on behalf of a caller.
 
 Each call tells the state of the fleet whether its node is reachable from here: the reason if it
-failed, and that it was answered otherwise. A node that was unreachable is probed before a call.
+failed, and that it was answered otherwise.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
 import ssl
@@ -22,13 +21,11 @@ from yarl import URL
 
 from agentd.client.errors import error_from_response
 from agentd.client.names import ThreadResolver
-from agentd.client.paths import api_path
 from agentd.core.access import Caller, Role
 from agentd.errors import AgentdError, NodeUnavailable, UnknownKernel
 from agentd.http.callers import CALLER_HEADER, NODE_HEADER
 from agentd.http.connections.admission import enable_keepalive
 from agentd.http.streaming.websocket import MAX_FRAME
-from agentd.os_errors import can_pass
 from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import FleetNode, NodeStatus
 from agentd_fleet.view.reports import UNREADABLE, unreachable_reason
@@ -110,7 +107,6 @@ class Nodes:
         self._tls = tls
         self._sessions: dict[str, aiohttp.ClientSession] = {}
         self._replaced: list[aiohttp.ClientSession] = []
-        self._probes: dict[str, asyncio.Task[str]] = {}
 
     async def __aenter__(self) -> Self:
         return self
@@ -141,41 +137,23 @@ class Nodes:
     ) -> NodeAnswer:
         """Call a node and return its answer, even a problem.
 
-        The call takes at most `patience_s`, and `unheard_s` once the node is not ready.
+        The call takes at most `patience_s`, and `unheard_s` if the node is known not to answer.
 
         Raises:
             NodeNotCalled: no connection could be made.
             NodeAnswerLost: there is no answer.
         """
         opening = self.open_response(node, caller, method, path, body=body, headers=headers)
-        return await self._receive(node, opening, self.call_timeout(node, patience_s, unheard_s))
-
-    async def probe(self, node: FleetNode) -> str:
-        """Return why this gateway cannot use a node, empty if it can."""
-        opening = self._open(node, GATEWAY, "GET", api_path("node"))
         try:
-            await self._receive(node, opening, asyncio.timeout(ANSWER_TIMEOUT_S))
-        except NodeUnavailable as error:
-            return str(error)
-        return ""
-
-    async def _receive(
-        self,
-        node: FleetNode,
-        opening: AbstractAsyncContextManager[aiohttp.ClientResponse],
-        limit: AbstractAsyncContextManager[object],
-    ) -> NodeAnswer:
-        try:
-            async with limit, opening as response:
+            async with self.call_timeout(node, patience_s, unheard_s), opening as response:
                 content = await _read_body(node, response)
         except (aiohttp.ClientError, OSError) as error:
             raise self._failed(node, NodeAnswerLost, _reason(error), SILENT) from None
-        answer = NodeAnswer(response.status, response.headers, content)
-        if answer.status == HTTPStatus.FORBIDDEN and b"gateway = true" in answer.body:
+        if response.status == HTTPStatus.FORBIDDEN and b"gateway = true" in content:
             reason = "does not accept the token as a gateway's (gateway = true)"
             raise self._failed(node, NodeNotCalled, reason)
         self._note(node, "")
-        return answer
+        return NodeAnswer(response.status, response.headers, content)
 
     def _failed(
         self, node: FleetNode, kind: type[NodeUnavailable], reason: str, lead: str = ""
@@ -209,15 +187,12 @@ class Nodes:
             raise
         except (aiohttp.ClientError, OSError, ValueError) as error:
             kind = NodeNotCalled if isinstance(error, NOT_CONNECTED) else NodeAnswerLost
-            cause = _cause(error)
-            if isinstance(cause, OSError) and can_pass(cause):  # this host lacks descriptors
-                raise kind(f"node {node.node_id} {SILENT}{_reason(error)}") from None
             raise self._failed(node, kind, _reason(error), SILENT) from None
 
     def call_timeout(
         self, node: FleetNode, patience_s: float, unheard_s: float = ANSWER_TIMEOUT_S
     ) -> AbstractAsyncContextManager[None]:
-        """Limit a call to `patience_s`, and to `unheard_s` while the node is not ready.
+        """Limit a call to `patience_s`, or `unheard_s` if the node is known not to answer.
 
         Raises:
             TimeoutError: the call took longer.
@@ -241,37 +216,6 @@ class Nodes:
             NodeNotCalled: no connection could be made.
             NodeAnswerLost: there is no answer.
         """
-        await self._probe_unreachable(node)
-        async with self._open(node, caller, method, path, body, headers) as response:
-            if response.status != HTTPStatus.FORBIDDEN:  # of a gateway, perhaps
-                self._note(node, "")
-            yield response
-
-    async def _probe_unreachable(self, node: FleetNode) -> None:
-        """Probe a node before a call if the last one failed; concurrent calls share the probe.
-
-        Raises:
-            NodeNotCalled: it still cannot be used.
-        """
-        if node.node_id not in self._state.unreachable:
-            return
-        if (probing := self._probes.get(node.node_id)) is None:
-            probing = self._probes[node.node_id] = asyncio.create_task(self.probe(node))
-            probing.add_done_callback(lambda _: self._probes.pop(node.node_id))
-        await asyncio.wait([probing])
-        if reason := probing.result():
-            raise NodeNotCalled(reason)
-
-    @asynccontextmanager
-    async def _open(
-        self,
-        node: FleetNode,
-        caller: Caller,
-        method: str,
-        path: str,
-        body: bytes | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
         session, url, identity = self._target(node, caller, path)
         request_headers = {**(headers or {}), **identity}
         data: dict[str, Any] = {"data": body} if body is not None else {}
@@ -287,6 +231,8 @@ class Nodes:
                 or response.status in REDIRECT_STATUSES
             ):
                 raise self._failed(node, NodeAnswerLost, _WrongServer.strerror)
+            if response.status != HTTPStatus.FORBIDDEN:  # `call` reads its reason
+                self._note(node, "")
             yield response
 
     async def open_websocket(
@@ -298,7 +244,6 @@ class Nodes:
             NodeNotCalled: no connection could be made.
             NodeAnswerLost: there is no answer.
         """
-        await self._probe_unreachable(node)
         session, url, identity = self._target(node, caller, path)
         try:
             with self._reported(node):
@@ -397,17 +342,9 @@ async def _read_body(node: FleetNode, response: aiohttp.ClientResponse) -> bytes
     return bytes(content)
 
 
-def _cause(error: Exception) -> Exception:
-    """Return the error below one of aiohttp."""
-    for name in ("certificate_error", "os_error"):
-        if isinstance(cause := getattr(error, name, None), Exception):
-            return cause
-    return error
-
-
 def _reason(error: Exception) -> str:
     """Return the reason of a failed call, without the address."""
-    cause = _cause(error)
+    cause = getattr(error, "certificate_error", getattr(error, "os_error", error))
     if isinstance(cause, ssl.SSLCertVerificationError):
         return cause.verify_message
     if isinstance(cause, socket.gaierror):

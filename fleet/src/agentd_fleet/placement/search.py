@@ -34,8 +34,8 @@ from agentd_fleet.view.fleet_view import FleetView
 
 MAX_TRIES = 8
 """Maximum agents that refuse a kernel, or were called for it, before the fleet refuses it."""
-MAX_CALLS = 32
-"""Maximum agents that are called, those of unavailable nodes included."""
+MAX_REFUSALS = 64
+"""Refusals after which unavailable nodes count as tries, too."""
 DRAWS = (MAX_TRIES, 64, 256)
 """Agents that are drawn first, and again while the ones before were unavailable."""
 FAILED_FOR_S = 60.0
@@ -92,7 +92,7 @@ class Search:
     ) -> None:
         self._state, self._nodes = backend.state, backend.nodes
         self._failed, self._query, self._view = failed, query, view
-        self._sizes, self._tries, self._calls = deque(DRAWS), MAX_TRIES, MAX_CALLS
+        self._sizes, self._tries = deque(DRAWS), MAX_TRIES
         self._drawn: set[Candidate] = set()
         self._queue: deque[Candidate] = deque()
         self.refused: list[tuple[str, AgentdError]] = []
@@ -103,20 +103,19 @@ class Search:
 
     async def next(self) -> Candidate | None:
         """Return the next agent to call, None if there is none."""
-        while self._tries and self._calls and (self._queue or self._draw()):
+        while self._tries and (self._queue or self._draw()):
             first, is_asking = self._queue[0], bool(self.refused) or self._query.is_dry_run
             if first in self.decisions or (
                 not is_asking and self._state.has_answered(first.node_id)
             ):
-                self._tries, self._calls = self._tries - 1, self._calls - 1
+                self._tries -= 1
                 return self._queue.popleft()
-            is_last_choice = not self._sizes
-            await self._ask([*self._queue] if is_asking or is_last_choice else [first])
+            await self._ask([*self._queue] if is_asking or not self._sizes else [first])
         return None
 
     def refuse(self, candidate: Candidate, error: AgentdError) -> None:
         """Note that an agent that was called refused, or cannot be called."""
-        self._tries += _is_node_failure(error)
+        self._tries += _is_node_failure(error) and len(self.refused) < MAX_REFUSALS
         self._note_refusal(candidate, error)
 
     def _note_refusal(self, candidate: Candidate, error: AgentdError) -> None:

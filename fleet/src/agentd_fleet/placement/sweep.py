@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ from msgspec.structs import replace
 from agentd.client.calls import Call
 from agentd.client.paths import api_path
 from agentd.errors import AgentdError, NodeUnavailable
-from agentd_fleet.nodes.calls import GATEWAY
+from agentd_fleet.nodes.calls import ANSWER_TIMEOUT_S, GATEWAY
 from agentd_fleet.placement.attempts import PlacementTimeouts
 from agentd_fleet.placement.backend import FleetBackend
 from agentd_fleet.placement.placer import Placer
@@ -89,7 +90,7 @@ class Sweep:
 
         await asyncio.gather(
             *(check(*item) for item in routes.items()),
-            *(self._nodes.probe(node) for node in self._unverified_nodes()),
+            *(self._probe(node) for node in self._unverified_nodes()),
         )
 
     def _unverified_nodes(self) -> list[FleetNode]:
@@ -101,6 +102,13 @@ class Sweep:
         ]
         random.shuffle(nodes)
         return sorted(nodes, key=lambda node: not node.unreachable)[:MAX_PROBES]
+
+    async def _probe(self, node: FleetNode) -> None:
+        """Call a node, only to know whether this gateway reaches it."""
+        with suppress(NodeUnavailable):
+            await self._nodes.call(
+                node, GATEWAY, "GET", api_path("node"), patience_s=ANSWER_TIMEOUT_S
+            )
 
     async def _check_node(
         self, node_id: str, node_routes: Sequence[StoredRoute], now: float

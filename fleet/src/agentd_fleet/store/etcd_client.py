@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from base64 import b64decode, b64encode
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import msgspec
@@ -17,6 +17,7 @@ import msgspec
 from agentd_fleet.store.etcd_transport import (
     EtcdCredentials,
     EtcdTransport,
+    EtcdUnavailable,
     ReadCredentials,
     RevisionsCompacted,
 )
@@ -221,19 +222,23 @@ class EtcdClient:
         after: int,
         silence_s: float | None = None,
         on_answer: Callable[[], None] = lambda: None,
+        keys: Collection[str] | None = None,
     ) -> AsyncGenerator[tuple[list[Change], int], None]:
         """Yield the changes below a prefix since `after`, in order, with the revision they reach.
 
         That revision is the `after` of the next watch; it may come without a change. After
-        `silence_s` seconds of silence the endpoint is probed for life and a leader. Each answer of
-        etcd, to a probe as well, is reported to `on_answer`. Close the iterator
+        `silence_s` seconds of silence the endpoint is probed for life and a leader, and with
+        `keys`, those that the reader has seen below the prefix, for changes that did not arrive.
+        Each answer of etcd, to a probe as well, is reported to `on_answer`. Close the iterator
         (`contextlib.aclosing`) to end the watch.
 
         Raises:
-            EtcdUnavailable: the connection ended, or its endpoint does not answer.
+            EtcdUnavailable: the connection ended, its endpoint does not answer, or the watch is
+                deaf: what is between delivers nothing, and does not say so.
             RevisionsCompacted: the revisions are gone, or the store has not reached `after`.
         """
-        request = {**_span(prefix), "start_revision": str(after + 1), "progress_notify": True}
+        start = after
+        request = {**_span(prefix), "start_revision": str(start + 1), "progress_notify": True}
         stream = await self._transport.stream("/v3/watch", {"create_request": request})
         try:
             if silence_s is not None:
@@ -244,9 +249,11 @@ class EtcdClient:
                     async with asyncio.timeout(silence_s):
                         message = await stream.next()
                 except TimeoutError:
-                    await self._probe(stream.endpoint, prefix, after)
+                    await self._probe(stream.endpoint, prefix, after, keys)
                     continue
                 changes = [_parse_change(event) for event in message.get("events", ())]
+                # A member that lags behind may send what the reader has read from another one.
+                changes = [change for change in changes if change.mod_revision > start]
                 # A header may be ahead of its events if etcd sends them in parts.
                 reached = changes[-1].mod_revision if changes else _revision_of(message)
                 after = max(after, reached)
@@ -254,14 +261,18 @@ class EtcdClient:
         finally:
             stream.close()
 
-    async def _probe(self, endpoint: str, prefix: str, after: int) -> None:
-        body = {**_ONE_KEY, "key": _encode_key(prefix or "\0")}
-        if (
-            revision := _revision_of(await self._transport.call_at(endpoint, _RANGE, body))
-        ) < after:
+    async def _probe(
+        self, endpoint: str, prefix: str, after: int, keys: Collection[str] | None
+    ) -> None:
+        span = {"key": _encode_key(prefix or "\0")} if keys is None else _span(prefix)
+        body = {**_ONE_KEY, **span, "min_mod_revision": str(after + 1)}
+        answer = await self._transport.call_at(endpoint, _RANGE, body)
+        if (revision := _revision_of(answer)) < after:
             raise RevisionsCompacted(
                 f"{endpoint}: the store is at revision {revision}, before {after}"
             )
+        if keys is not None and ("kvs" in answer or int(answer.get("count", 0)) != len(keys)):
+            raise EtcdUnavailable(f"{endpoint}: a watch did not deliver all changes")
 
 
 def _encode_key(key: str) -> str:

@@ -208,7 +208,9 @@ class EtcdStore:
         self._has_unwritten.set()
         on_answer = partial(self._on_answer, part)
         on_answer()
-        watch = self._etcd.watch(prefix, after=revision, silence_s=SILENCE_S, on_answer=on_answer)
+        watch = self._etcd.watch(
+            prefix, after=revision, silence_s=SILENCE_S, on_answer=on_answer, keys=hashes
+        )
         async with contextlib.aclosing(watch) as changes:
             async for batch, reached in changes:
                 self._revision = max(self._revision, reached)

@@ -37,6 +37,8 @@ _HTTP_STATUS = {2: 500, 4: 504, 7: 403, 8: 429, 13: 500, 14: 503, 15: 500, 16: 4
 """The HTTP status by the gRPC code, for streams of etcd 3.6, which lack it; else 400."""
 LOGIN_PAUSE_S = 5.0
 """Seconds for which a refusal counts for every call: each login costs etcd a bcrypt."""
+MAX_KEEPALIVES = 3
+"""TCP keepalives without an answer after which a watch ends."""
 T = TypeVar("T")
 
 
@@ -130,6 +132,7 @@ class WatchStream:
         watched.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
             watched.setsockopt(socket.IPPROTO_TCP, option, max(1, round(silence_s)))
+        watched.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, MAX_KEEPALIVES)
 
     def close(self) -> None:
         """Close the connection, which ends the watch in etcd."""

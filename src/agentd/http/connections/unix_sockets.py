@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import grp
 import os
 import socket
 import stat
@@ -68,14 +67,6 @@ def _non_socket_kind(path: Path) -> str:
     if stat.S_ISLNK(mode):
         return "" if path.is_socket() else "a link"
     return "" if stat.S_ISSOCK(mode) else kind_of(mode)
-
-
-def find_group_id(group: str) -> int | None:
-    """Return the id of a group, None if this host does not know it; may block, as NSS does."""
-    try:
-        return grp.getgrnam(group).gr_gid
-    except (KeyError, ValueError):
-        return None
 
 
 def bind_unix_socket(path: Path, group: str | None) -> socket.socket:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from agentd.core.kernel.plan import KernelPlan
@@ -61,10 +61,10 @@ _NO_COMMAND_CODES = (126, 127)
 BAD_REQUEST, NOT_FOUND, CONFLICT = 400, 404, 409
 
 _DISK = re.compile(
-    "(?:^|: )(?:(no space left on device|disk quota exceeded)"
+    "(?:^|(?<!\0)(?<!\0'): )(?:(no space left on device|disk quota exceeded)"
     r"|read-only file system|input/output error)(?:: (?:unknown|oci runtime error))?\Z"
 )
-"""The end of a message about a disk; the first group is that of a full one."""
+"""The end of a message about a disk, if not that of a `_NAMED` path; group 1 is a full one."""
 _OWN_STEP = re.compile(
     r"(?:pulling \S+: |error creating temporary lease: |copying system image[^:]*: )?(?:"
     "(?:write|open|mkdir|rename|sync) |failed to (?:register|extract) layer|failed to unpack "
@@ -72,7 +72,7 @@ _OWN_STEP = re.compile(
 )
 """The begin of what an engine says of its own disk in a pull; a registry's words follow others."""
 _NO_DISK = re.compile(
-    "keyring|session key|inotify|namespace|fork/exec|cgroup|/dev/|hook #|error mounting"
+    "keyring|session key|inotify|namespace|fork/exec|cgroup|/dev/|/proc/sys/|hook #|error mounting"
 )
 """Words of other limits of Linux, of devices and of mounts, in a refused create or start."""
 _RATE_LIMIT = re.compile("too ?many ?requests|rate limit|rate exceeded")
@@ -90,9 +90,10 @@ _NODE_CONTENT = re.compile("content (?:digest|store)|blob not found")
 """Texts of an image store that has lost a part of an image, which is "not found" as well."""
 _COMMAND = 'exec: "'
 """The begin of a command in a message; what follows may repeat its words without quotes."""
-_DOUBLE_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
-_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"|`[^`]*`|https?://\S+')
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"|(?<!writing file )`[^`]*`|https?://\S+')
 """Texts of others in an engine's message: names of images, paths, addresses."""
+_NAMED, _IN_CONTAINER = "\0", re.compile("`[^/`][^`]*`")
+"""The marker of a request's paths, and a path that crun opens below a container's root."""
 _REFUSED_STATUSES = (400, 401, 403, 404)
 """Statuses of an engine that knows why a pull failed; one of 20.10 always answers 500."""
 _RETRY_AFTER = re.compile(r"retry[- ]after:? *(\d{1,9}(?:\.\d+)?)(ms|µs|us|ns|m|h)?")
@@ -118,15 +119,23 @@ def translate_error(
     if isinstance(error, DockerError):
         if plan is not None:
             return _translate_refused_create(error, plan, exit_code)
-        return _translate_refusal(_engine_words(error.detail), error.message)
+        return _translate_refusal(_own_words(error.detail), error.message)
     if isinstance(error, (DockerUnreachable, DockerResponseLost, OSError, TimeoutError)):
         return RuntimeUnavailable(str(error) or type(error).__name__)
     return error
 
 
-def _engine_words(message: str) -> str:
-    """Return a message in lower case without the words of others, which decide nothing."""
-    return _QUOTED.sub("", message.partition(_COMMAND)[0]).lower()
+def _own_words(message: str, named: Iterable[str] = ()) -> str:
+    """Return a message in lower case without the words of others, which decide nothing.
+
+    Paths that a request `named`, and those below a container's root as crun names them, leave a
+    marker.
+    """
+    text = message.partition(_SOURCE)[0].partition(_COMMAND)[0]
+    for path in sorted(named, key=len, reverse=True):
+        text = re.sub(rf"(?<![\w.-]){re.escape(path)}(?![\w/.-])", _NAMED, text)
+    text = _IN_CONTAINER.sub(_NAMED, text)
+    return _QUOTED.sub(lambda quoted: _NAMED if _NAMED in quoted[0] else "", text).lower()
 
 
 def _translate_refused_create(
@@ -134,17 +143,14 @@ def _translate_refused_create(
 ) -> BaseException:
     if problem := request_problem(error.detail, plan.spec):
         return InvalidRequest([problem])
-    named, own_text = [*_named_paths(plan)], error.detail.partition(_SOURCE)[0]
-    for path in sorted(named, key=len, reverse=True):
-        own_text = re.sub(rf"(?<![\w.-]){re.escape(path)}(?![\w/.-])", "", own_text)
-    words, is_bad_request = _engine_words(own_text), error.status == BAD_REQUEST
+    named = [*_named_paths(plan)]
+    words, is_bad_request = _own_words(error.detail, named), error.status == BAD_REQUEST
     is_of_disk = not is_bad_request and not _NO_DISK.search(error.detail.lower())
     if is_of_disk and (reason := _disk_reason(words)):
         return StateUnavailable(reason)
     message = hide_paths(error.detail, [*_SYSTEM_FOLDERS, *named])
-    own_words = _DOUBLE_QUOTED.sub("", own_text.partition(_COMMAND)[0]).lower()
-    if _NO_CORES.search(own_words):
-        return CoresUnavailable(_lost_cores(own_words, plan.cpus), message)
+    if _NO_CORES.search(words):
+        return CoresUnavailable(_lost_cores(words, plan.cpus), message)
     if not any(text in words for text in _NODE_REFUSALS):
         if exit_code in _NO_COMMAND_CODES:
             program = program_of(plan.spec)
@@ -195,7 +201,7 @@ def translate_failed_pull(image: str, message: str, status: int = 0) -> AgentdEr
     A failure passes unless its text says otherwise. `status` is that of the engine, if it has any.
     """
     message = message[:MAX_DETAIL_BYTES].strip()
-    text, words = message.lower(), _engine_words(message)
+    text, words = message.lower(), _own_words(message)
     if _OWN_STEP.match(words) and (reason := _disk_reason(words)):
         return StateUnavailable(f"image {image}: {reason}")
     detail = f"image {image}: {hide_paths(message)}"

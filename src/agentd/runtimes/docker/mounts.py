@@ -12,12 +12,14 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
+from agentd.concurrency import call_in_time
 from agentd.core.kernel.edits import ContainerEdits, Mount
 from agentd.errors import AgentdError, InvalidRequest, Problem, RuntimeFailure, RuntimeUnavailable
 from agentd.os_errors import ABSENT_PATH, UNUSABLE_PATH, ending_process_as_gone
@@ -41,16 +43,16 @@ def resolve_sources(mounts: Sequence[Mount], allowed: Sequence[Path]) -> list[Mo
 
     Raises:
         InvalidRequest: sources are missing or not below an allowed folder; lists all of them.
-        RuntimeUnavailable: the file system of a source fails.
+        RuntimeUnavailable: the file system of a source, or of a folder that may have it, fails.
     """
-    folders = [_real_path(str(folder), (), {}) for folder in allowed]
+    folders: dict[Path, Path] = {}
     kinds = _read_mount_kinds()
     sources: list[MountSource] = []
     problems: list[Problem] = []
     for index, mount in enumerate(mounts):
         member, source = f"mounts.{index}.source", None
         try:
-            if _is_below(_real_path(mount.source, folders, kinds), folders):
+            if _find_folder(mount.source, allowed, folders, kinds):
                 source = _resolve_source(mount.source)
         except OSError as error:
             if error.errno in ABSENT_PATH:
@@ -61,7 +63,7 @@ def resolve_sources(mounts: Sequence[Mount], allowed: Sequence[Path]) -> list[Mo
             else:
                 raise _failure_error(mount, error) from None
             continue
-        if source is not None and _is_below(Path(source.path), folders):
+        if source is not None and _is_below(Path(source.path), folders.values()):
             sources.append(source)
         else:
             folders_text = ", ".join(map(str, allowed)) or "none"
@@ -74,15 +76,43 @@ def resolve_sources(mounts: Sequence[Mount], allowed: Sequence[Path]) -> list[Mo
     return sources
 
 
+def _find_folder(
+    source: str, allowed: Sequence[Path], folders: dict[Path, Path], kinds: Mapping[Path, str]
+) -> bool:
+    """Return whether a source is below an allowed folder, and add the real paths of those tried.
+
+    Those that its name is below come first. One that is silent holds up no source of another.
+
+    Raises:
+        RuntimeUnavailable: the source may be below a folder that does not answer.
+    """
+    silent = ""
+    for folder in sorted(allowed, key=Path(source).is_relative_to, reverse=True):
+        try:
+            if folder not in folders:
+                find = partial(_real_path, str(folder), (), {})
+                folders[folder] = call_in_time(str(folder), find)
+        except OSError as error:
+            silent = f"{folder} (allowed-mounts): {error.strerror}"
+            if Path(source).is_relative_to(folder):
+                break
+        else:
+            if _is_below(_real_path(source, folders.values(), kinds), folders.values()):
+                return True
+    if silent:
+        raise RuntimeUnavailable(silent)
+    return False
+
+
 def _failure_error(mount: Mount, error: OSError) -> RuntimeUnavailable:
     return RuntimeUnavailable(f"the file system of {mount.source} fails: {error.strerror}")
 
 
-def _is_below(path: Path, folders: Sequence[Path]) -> bool:
+def _is_below(path: Path, folders: Iterable[Path]) -> bool:
     return any(path.is_relative_to(folder) for folder in folders)
 
 
-def _real_path(path: str, folders: Sequence[Path], kinds: Mapping[Path, str]) -> Path:
+def _real_path(path: str, folders: Collection[Path], kinds: Mapping[Path, str]) -> Path:
     """Resolve the links of a path as far as nothing is mounted but what leads to the folders.
 
     Looking up a name in an automount can mount it: `/net/HOST` of any host.

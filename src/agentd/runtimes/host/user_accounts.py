@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import msgspec
 
 from agentd.errors import NotReady, Problem
-from agentd.host.name_service import find_entry, refuse_incomplete
 from agentd.procfs import read_lines
+from agentd.program.name_service import find_entry, refuse_incomplete
 
 
 def may_become_others() -> bool:

@@ -216,18 +216,20 @@ class KernelService:
                 self._cores.scan(error.cores)
                 asked = {DeviceId(CPU, core): core for core in plan.cpus}
                 lost = error.cores or [asked[i] for i in asked.keys() & self._cores.reasons]
-                if not lost:
-                    raise
-                failures |= dict.fromkeys(lost, error)
-                kernel = self._decide_again(kernel_id, spec, error)
+                failures |= dict.fromkeys(lost or plan.cpus, error)  # any of them, if none is known
+                kernel = self._decide_again(kernel_id, spec, failures, error)
 
-    def _decide_again(self, kernel_id: str, spec: KernelSpec, error: CoresUnavailable) -> Kernel:
-        """Choose other devices for a create that left nothing, or raise its error."""
+    def _decide_again(
+        self, kernel_id: str, spec: KernelSpec, cores: Iterable[str], error: CoresUnavailable
+    ) -> Kernel:
+        """Choose devices without these cores for a create that left nothing, or raise its error."""
         before = self._state.kernel(kernel_id)
         released = replace(before, allocation=Allocation(), claim_id=None, ports=(), labels={})
         self._state.put_kernel(released)
         try:
-            kernel = self._prepare(spec, self._decide(spec, self._parse(spec, ())))
+            members = self._devices.partition(spec.agent_id).members
+            request = self._parse(spec, ()).without_cores(cores, members)
+            kernel = self._prepare(spec, self._decide(spec, request))
         except AgentdError as refusal:
             self._state.put_kernel(before)
             raise error from refusal
