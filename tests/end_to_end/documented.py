@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -135,8 +136,14 @@ def generated(document: dict[str, Any], folder: Path, name: str) -> Iterator[Any
         sys.path.remove(str(folder))
 
 
+LAST = re.compile("delete|cordon")
+
+
 def called(server: Documented, package: Any) -> dict[str, int]:
-    """Call every function of a generated client, deletes last; return the status of each."""
+    """Call every function of a generated client and return the status of each.
+
+    Deletes are last, as is what keeps kernels off a node.
+    """
     client = package.AuthenticatedClient(base_url=server.url, token=TOKEN)
     modules = [
         importlib.import_module(found.name)
@@ -144,7 +151,7 @@ def called(server: Documented, package: Any) -> dict[str, int]:
         if found.name.count(".") == 3 and ".api." in found.name
     ]
     answers = {}
-    for module in sorted(modules, key=lambda module: "delete" in module.__name__):
+    for module in sorted(modules, key=lambda found: LAST.search(found.__name__) is not None):
         name = module.__name__.rpartition(".")[2]
         arguments = _arguments(server, package, module, name)
         if name in server.streams:

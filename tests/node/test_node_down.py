@@ -100,6 +100,7 @@ def test_a_user_s_daemon_beside_the_system_s(node: Node) -> None:
         within_s=120,
         every_s=0.5,
     )
+    assert "lingering is off" not in node.must(f"{ask} GET /v1/node?check=true")
     body = {"kernel_id": "u1", "command": ["sleep", "999"], "slots": {"cpu": 0, "mem": "16m"}}
     made = node.must(f"{ask} POST /v1/agents/main/kernels '{json.dumps(body)}'")
     assert made.startswith("201"), made

@@ -69,8 +69,9 @@ def create_runtime(
     from agentd.runtimes.process.runtime import ProcessRuntime
 
     # Units of a user's manager end at logout, unless the user lingers.
-    is_lasting = os.geteuid() == 0 or is_lingering(os.geteuid())
-    manager = SystemdManager(is_user=os.geteuid() != 0) if is_lasting and has_manager() else None
+    uid = os.geteuid()
+    is_lasting = has_manager() and (uid == 0 or is_lingering(uid))
+    manager = SystemdManager(is_user=uid != 0) if is_lasting else None
     return ProcessRuntime(
         folder,
         node_id,

@@ -41,7 +41,7 @@ class ChaosFleet:
         self.changed: set[str] = set()
         """Ids that did so since the last backup, or at that moment."""
         self.unrecorded: set[str] = set()
-        """Ids of which the store has lost changes: its routes prove nothing about them."""
+        """Those that changed since the last backup, or at that moment."""
 
     @classmethod
     async def start(

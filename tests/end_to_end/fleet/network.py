@@ -26,6 +26,7 @@ class Proxy:
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._sockets: set[asyncio.trsock.TransportSocket] = set()
+        self._filtered: set[asyncio.trsock.TransportSocket] = set()
         self._passes = asyncio.Event()
         self._passes.set()
         self.endpoint = ""
@@ -56,14 +57,16 @@ class Proxy:
     def drop(self) -> None:
         """Drop every packet, as a firewall does, until it is mended: nobody is told anything."""
         self._passes.clear()
-        for item in self._sockets:
+        self._filtered = set(self._sockets)
+        for item in self._filtered:
             item.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, _PROGRAM)
 
     def mend(self) -> None:
         """Take connections and packets again."""
         self.is_cut = False
-        for item in self._sockets if not self._passes.is_set() else ():
+        for item in self._filtered & self._sockets:
             item.setsockopt(socket.SOL_SOCKET, SO_DETACH_FILTER, 0)
+        self._filtered = set()
         self._passes.set()
 
     def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

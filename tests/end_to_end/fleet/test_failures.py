@@ -191,12 +191,9 @@ async def test_fleets_in_one_etcd_are_separate(world: World) -> None:
     await servers.require_logins(
         "secret:ü", node=mine, gate=("/agentd/main/",), other=("/agentd/other/",)
     )
-    (world.folder / "password").write_text("secret:ü\n")
-    await asyncio.to_thread((world.folder / "password").chmod, 0o600)
 
     def kept_in(user: str, name: str = "main") -> str:
-        password = f'etcd-user = "{user}"\netcd-password-file = "{world.folder}/password"\n'
-        return f'{world.kept_in}name = "{name}"\n{password}'
+        return world.kept_as(user, "secret:ü", name)
 
     world.join(cuda, kept_in=kept_in("node"))
     gateway, other = world.gateway(kept_in("gate")), world.gateway(kept_in("other", "other"))

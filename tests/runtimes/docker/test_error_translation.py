@@ -14,6 +14,7 @@ from agentd.errors import (
 )
 from agentd.runtimes.docker.docker_errors import DockerError
 from agentd.runtimes.docker.error_translation import translate_error
+from agentd.runtimes.docker.mounts import MountSource
 from contracts.test_runtime import plan
 
 PARSER = 'AppArmor enabled: exec: "apparmor_parser": executable file not found in $PATH'
@@ -200,6 +201,16 @@ def test_mount_of_a_request_names_no_other_failure(path: str) -> None:
     made = plan("sleep", mounts=(Mount(path, "/home"),))
     error = translate_error(DockerError(500, f"statfs {path}"), made)
     assert type(error) is RuntimeFailure
+
+
+def test_source_behind_a_link_is_not_the_disk_of_the_engine() -> None:
+    made, message = plan("sleep", mounts=(Mount("/u/link", "/home"),)), "lstat /nfs/u: {}"
+    for text in ("input/output error", "read-only file system", "disk quota exceeded"):
+        error = DockerError(500, message.format(text))
+        assert (
+            type(translate_error(error, made, 0, [MountSource("/nfs/u", 1, 2)])) is RuntimeFailure
+        )
+        assert type(translate_error(error, made)) is StateUnavailable
 
 
 @pytest.mark.parametrize(

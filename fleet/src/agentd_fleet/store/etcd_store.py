@@ -45,13 +45,13 @@ from agentd_fleet.view.reports import (
 
 log = structlog.get_logger()
 
-SILENCE_S = 5.0
+SILENCE_S = 4.0
 """Seconds of silence after which a watch is probed."""
 STALE_S = 9.0
-"""Seconds without an answer of etcd after which a part is stale: a silence, a probe, and one."""
+"""Seconds without an answer after which a part is stale: a silence, a probe, a pause and a list."""
 LIST_S = (200.0, 300.0)
 """Range of random seconds after which a part is listed again, although its watch is open."""
-RETRY_S = (0.2, 2.0)
+RETRY_S = (0.2, 1.5)
 """Range of random seconds before etcd is called again, which spreads the clients."""
 PARTS = ("slot-types/", "nodes/", "free/", "known/", "cordons/")
 _OnChange = Callable[[str, bytes | None, int], None]
@@ -178,7 +178,10 @@ class EtcdStore:
                     async with asyncio.timeout(random.uniform(*LIST_S)):  # noqa: S311 - no secret
                         await self._list_and_watch(part, on_change)
                 except AgentdError as error:
-                    self._on_failure(part, str(error))
+                    self._failures[part] = str(error)
+                    if not self._is_lost and (reason := self.stale_reason()):
+                        self._is_lost = True
+                        log.warning("store.lost", part=part, reason=reason)
                     await asyncio.sleep(random.uniform(*RETRY_S))  # noqa: S311 - no secret
 
     async def _list_and_watch(self, part: str, on_change: _OnChange) -> None:
@@ -224,12 +227,6 @@ class EtcdStore:
             self._is_lost = False
             log.info("store.recovered")
 
-    def _on_failure(self, part: str, reason: str) -> None:
-        self._failures[part] = reason
-        if not self._is_lost and (stale_reason := self.stale_reason()):
-            self._is_lost = True
-            log.warning("store.lost", part=part, reason=stale_reason)
-
     def _on_slot_type_change(self, name: str, value: bytes | None, _: int) -> None:
         self._state.forget_slot_type(name)  # a definition that differs is a new one
         if value is None:
@@ -251,8 +248,8 @@ class EtcdStore:
                 self._forgotten.pop(node_id, None)
             self._reports[node_id] = parse_node_report(node_id, value, seen_at=time.time())
             self._update_node(node_id)
-        elif (report := self._reports.pop(node_id, None)) is not None:
-            self._write_new(report.node)  # another node may offer the same
+        elif self._reports.pop(node_id, None) is not None:
+            self._has_unwritten.set()  # another node may offer the same slots
             if node_id in self._forgotten and node_id not in self._hashes["known/"]:
                 self._state.forget(node_id)
                 return
@@ -267,16 +264,12 @@ class EtcdStore:
             if node_id not in self._reports:
                 self._state.forget(node_id)
             return
-        if node_id not in self._reports and not self._is_listed(node_id):
+        listed = self._state.node(node_id)
+        if node_id not in self._reports and (listed is None or not listed.url):
             self._state.update_node(replace(parse_known_node(node_id, value), seen_at=time.time()))
 
     def _on_cordon_change(self, node_id: str, value: bytes | None, _: int) -> None:
         self._state.set_cordon(node_id, None if value is None else parse_cordon(value))
-
-    def _is_listed(self, node_id: str) -> bool:
-        """Return whether more is known of a node than its existence."""
-        node = self._state.node(node_id)
-        return node is not None and bool(node.url)
 
     def _on_free_change(self, node_id: str, value: bytes | None, _: int) -> None:
         if value is None:
@@ -306,10 +299,6 @@ class EtcdStore:
                     reason=node.exclusion_reason,
                 )
         self._state.update_node(node)
-        self._write_new(node)
-
-    def _write_new(self, node: FleetNode) -> None:
-        """Request a write of slot types if one of this node's is new to the fleet."""
         if self._state.new_slot_types(node):
             self._has_unwritten.set()
 

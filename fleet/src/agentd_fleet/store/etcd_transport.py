@@ -11,9 +11,9 @@ import asyncio
 import contextlib
 import json
 import math
-import socket
 import ssl
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from http import HTTPStatus
 from typing import Any, TypeVar
 
@@ -37,8 +37,6 @@ _HTTP_STATUS = {2: 500, 4: 504, 7: 403, 8: 429, 13: 500, 14: 503, 15: 500, 16: 4
 """The HTTP status by the gRPC code, for streams of etcd 3.6, which lack it; else 400."""
 LOGIN_PAUSE_S = 5.0
 """Seconds for which a refusal counts for every call: each login costs etcd a bcrypt."""
-MAX_KEEPALIVES = 3
-"""TCP keepalives without an answer after which a watch ends."""
 T = TypeVar("T")
 
 
@@ -124,16 +122,6 @@ class WatchStream:
                 raise EtcdUnavailable(f"{self.endpoint}: the watch ended")
             self._parts.append(part)
 
-    def keep_alive(self, silence_s: float) -> None:
-        """Enable TCP keepalive after this much silence."""
-        if (connection := self._response.connection) is None or connection.transport is None:
-            return
-        watched: socket.socket = connection.transport.get_extra_info("socket")
-        watched.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
-            watched.setsockopt(socket.IPPROTO_TCP, option, max(1, round(silence_s)))
-        watched.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, MAX_KEEPALIVES)
-
     def close(self) -> None:
         """Close the connection, which ends the watch in etcd."""
         self._response.close()
@@ -182,31 +170,21 @@ class EtcdTransport:
 
     async def call(self, path: str, body: Mapping[str, object]) -> tuple[dict[str, Any], bool]:
         """Return the answer, and whether an earlier attempt may have taken effect."""
-        return await self._call_endpoints(
-            lambda endpoint, token: self._post(endpoint, token, path, body)
-        )
+        return await self._call_endpoints(partial(self._post, path, body))
 
     async def call_at(self, endpoint: str, path: str, body: Mapping[str, object]) -> dict[str, Any]:
-        """Call exactly this endpoint and return its answer."""
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                return await self._as_user(
-                    endpoint, lambda server, token: self._post(server, token, path, body)
-                )
-        except TimeoutError:
-            raise EtcdUnavailable(f"{endpoint}: no answer in {self._timeout_s:g} s") from None
+        """Call exactly this endpoint and return its answer; a silent one is not preferred."""
+        return (await self._call_endpoints(partial(self._post, path, body), endpoint))[0]
 
     async def stream(self, path: str, body: Mapping[str, object]) -> WatchStream:
         """Open a stream whose first message has arrived."""
-        return (
-            await self._call_endpoints(
-                lambda endpoint, token: self._open_stream(endpoint, token, path, body)
-            )
-        )[0]
+        return (await self._call_endpoints(partial(self._open_stream, path, body)))[0]
 
-    async def _call_endpoints(self, attempt: Callable[[str, str], Awaitable[T]]) -> tuple[T, bool]:
+    async def _call_endpoints(
+        self, attempt: Callable[[str, str], Awaitable[T]], *only: str
+    ) -> tuple[T, bool]:
         deadline = asyncio.get_running_loop().time() + self._timeout_s
-        endpoints = [endpoint.rstrip("/") for endpoint in self._credentials.endpoints]
+        endpoints = [endpoint.rstrip("/") for endpoint in only or self._credentials.endpoints]
         endpoints.sort(key=lambda endpoint: endpoint != self._preferred)
         faults = []
         is_repeat = False
@@ -218,6 +196,8 @@ class EtcdTransport:
             except TimeoutError:
                 faults.append(f"{endpoint}: no answer in {share_s:.2g} s")
                 is_repeat = True
+                others = (other.rstrip("/") for other in self._credentials.endpoints)
+                self._preferred = next((other for other in others if other != endpoint), endpoint)
             except EtcdUnavailable as error:
                 faults.append(str(error))
                 is_repeat = is_repeat or not isinstance(error, _NeverSent)
@@ -256,7 +236,7 @@ class EtcdTransport:
         while login != self._credentials.login:
             login = self._credentials.login
             try:
-                answer = await self._post(endpoint, "", "/v3/auth/authenticate", login)
+                answer = await self._post("/v3/auth/authenticate", login, endpoint, "")
             except EtcdRefused as error:
                 if _NO_LOGINS in str(error):
                     return ""
@@ -275,7 +255,7 @@ class EtcdTransport:
                 self.replace_credentials(credentials)
 
     async def _post(
-        self, endpoint: str, token: str, path: str, body: Mapping[str, object]
+        self, path: str, body: Mapping[str, object], endpoint: str, token: str
     ) -> dict[str, Any]:
         response = await self._send(endpoint, token, path, body)
         try:
@@ -285,7 +265,7 @@ class EtcdTransport:
             raise EtcdUnavailable(f"{endpoint}: {error!r}") from None
 
     async def _open_stream(
-        self, endpoint: str, token: str, path: str, body: Mapping[str, object]
+        self, path: str, body: Mapping[str, object], endpoint: str, token: str
     ) -> WatchStream:
         stream = WatchStream(endpoint, await self._send(endpoint, token, path, body))
         try:

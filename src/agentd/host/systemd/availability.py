@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import pwd
 import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from agentd.concurrency import call_in_time
 from agentd.host.systemd.unit_paths import user_runtime_folder
 
 MIN_VERSION = 250
@@ -27,13 +25,13 @@ def has_manager(root: Path = Path("/")) -> bool:
     return is_booted(root) and _bus_socket(root).exists()
 
 
-def is_lingering(uid: int, root: Path = Path("/")) -> bool:
-    """Return whether a user's manager stays after the user has logged out (loginctl(1))."""
-    try:
-        name = call_in_time(f"user {uid}", lambda: pwd.getpwuid(uid).pw_name)
-    except (KeyError, OSError):
-        return False
-    return (root / "var/lib/systemd/linger" / name).exists()
+def is_lingering(uid: int) -> bool:
+    """Return whether a user's manager stays after the user has logged out (loginctl(1)).
+
+    Not by the user's name: a directory that does not answer would deny it.
+    """
+    answer = _run("loginctl", "show-user", str(uid), "--property=Linger", "--value")
+    return answer.strip() == "yes"
 
 
 def systemd_problems(root: Path = Path("/")) -> list[str]:
@@ -53,7 +51,7 @@ def _find_problems(root: Path) -> Iterator[str]:
             "limits require cgroup v2 (systemd.unified_cgroup_hierarchy=1 on the kernel's"
             " command line); this host has v1"
         )
-    version = parse_version(_run_systemctl("--version"))
+    version = parse_version(_run("systemctl", "--version"))
     if version is not None and version < MIN_VERSION:
         yield f"systemd {version} is too old: got {version}, expected {MIN_VERSION} or later"
 
@@ -67,14 +65,14 @@ def _bus_socket(root: Path) -> Path:
 def failed_units(pattern: str) -> list[str]:
     """Return the failed units of the system manager, none if it does not answer."""
     options = ("--failed", "--plain", "--no-legend", "--no-pager")
-    lines = _run_systemctl("list-units", *options, pattern).splitlines()
+    lines = _run("systemctl", "list-units", *options, pattern).splitlines()
     return [line.split()[0] for line in lines if line.split()]
 
 
-def _run_systemctl(*arguments: str) -> str:
+def _run(*command: str) -> str:
     try:
         process = subprocess.run(  # noqa: S603 - no word comes from a client
-            ["systemctl", *arguments],  # noqa: S607 - the host's own program
+            command,
             capture_output=True,
             text=True,
             errors="replace",

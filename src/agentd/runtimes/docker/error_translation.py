@@ -32,6 +32,7 @@ from agentd.runtimes.docker.docker_errors import (
     DockerUnreachable,
     hide_paths,
 )
+from agentd.runtimes.docker.mounts import MountSource
 from agentd.runtimes.docker.request_errors import request_problem
 
 _REMOVED = "its container was removed outside of agentd"
@@ -110,15 +111,20 @@ def unknown_outcome_error(plan: KernelPlan, error: BaseException) -> OutcomeUnkn
 
 
 def translate_error(
-    error: BaseException, plan: KernelPlan | None = None, exit_code: int = 0
+    error: BaseException,
+    plan: KernelPlan | None = None,
+    exit_code: int = 0,
+    sources: Iterable[MountSource] = (),
 ) -> BaseException:
     """Translate an error of the engine; other errors are returned unchanged.
 
-    `exit_code` is that of a container whose start was refused.
+    `exit_code` is that of a container whose start was refused, and `sources` are those of its
+    mounts, which the engine names instead of links to them.
     """
     if isinstance(error, DockerError):
         if plan is not None:
-            return _translate_refused_create(error, plan, exit_code)
+            named = [*_named_paths(plan), *(source.path for source in sources)]
+            return _translate_refused_create(error, plan, named, exit_code)
         return _translate_refusal(_own_words(error.detail), error.message)
     if isinstance(error, (DockerUnreachable, DockerResponseLost, OSError, TimeoutError)):
         return RuntimeUnavailable(str(error) or type(error).__name__)
@@ -139,11 +145,10 @@ def _own_words(message: str, named: Iterable[str] = ()) -> str:
 
 
 def _translate_refused_create(
-    error: DockerError, plan: KernelPlan, exit_code: int
+    error: DockerError, plan: KernelPlan, named: Sequence[str], exit_code: int
 ) -> BaseException:
     if problem := request_problem(error.detail, plan.spec):
         return InvalidRequest([problem])
-    named = [*_named_paths(plan)]
     words, is_bad_request = _own_words(error.detail, named), error.status == BAD_REQUEST
     is_of_disk = not is_bad_request and not _NO_DISK.search(error.detail.lower())
     if is_of_disk and (reason := _disk_reason(words)):

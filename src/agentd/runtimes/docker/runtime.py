@@ -271,7 +271,7 @@ class DockerRuntime:
                 raise unknown_outcome_error(plan, error) from error
             if isinstance(error, asyncio.CancelledError):
                 raise CreateUndone from error
-            refusal = translate_error(error, plan)
+            refusal = translate_error(error, plan, sources=attempt.sources)
             if isinstance(refusal, StateUnavailable):
                 self._disk_failed_until = time.monotonic() + DISK_PAUSE_S
             raise refusal from error
@@ -295,7 +295,8 @@ class DockerRuntime:
             with suppress(DockerError, DockerUnreachable, DockerResponseLost):
                 inspection = await self._observer.inspect_container(attempt.container_id)
                 exit_code = inspection["State"].get("ExitCode", 0)
-            raise translate_error(error, attempt.plan, exit_code) from error
+            sources = attempt.sources
+            raise translate_error(error, attempt.plan, exit_code, sources) from error
 
     async def _verify(self, inspection: Mapping[str, Any], attempt: _Attempt) -> None:
         host = attempt.config["HostConfig"]
