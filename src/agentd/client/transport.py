@@ -20,6 +20,7 @@ from agentd.client.defaults import (
     TIMEOUT_S,
 )
 from agentd.client.errors import error_from_response, parse_content, unreachable_error
+from agentd.client.names import ThreadResolver
 from agentd.client.tls import client_tls
 from agentd.errors import AnswerLost, InvalidRequest, Refused, Unavailable, Unreachable
 
@@ -52,9 +53,12 @@ class Transport:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        connector = None if self._url else aiohttp.UnixConnector(self._socket_path)
         self._session = aiohttp.ClientSession(
-            connector=connector, headers=self._headers, cookie_jar=aiohttp.DummyCookieJar()
+            connector=aiohttp.TCPConnector(resolver=ThreadResolver())
+            if self._url
+            else aiohttp.UnixConnector(self._socket_path),
+            headers=self._headers,
+            cookie_jar=aiohttp.DummyCookieJar(),
         )
         return self
 

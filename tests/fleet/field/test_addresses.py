@@ -50,6 +50,9 @@ CASES: dict[str, tuple[list[tuple[str, NodeReading]], dict[str, Row], int]] = {
         [(A, up("n1")), (B, silent()), (A, silent("n1")), (A, up("n2")), (B, up("n1"))],
         {"n1": READY_B, "n2": READY_A}, 0),
     "two nodes that swap addresses": (
+        [(A, up("n1")), (B, up("n2")), (A, silent("n1")), (B, silent("n2")), (A, up("n2")),
+         (B, up("n1"))], {"n1": READY_B, "n2": READY_A}, 0),
+    "two nodes that swap addresses one after the other": (
         [(A, up("n1")), (B, up("n2")), (A, up("n2")), (B, up("n1"))],
         {"n1": READY_B, "n2": READY_A}, 1),
     "two nodes of one id": ([(A, up("n1")), (B, up("n1"))],
@@ -95,10 +98,14 @@ async def test_second_of_an_id_waits_while_the_first_restarts(
     store: SqliteStore,
 ) -> None:
     """A daemon that restarts keeps its id, and the kernels that are routed to it."""
-    for address, reading in ((A, up("n1")), (B, up("n1")), (A, silent("n1")), (B, up("n1"))):
-        await store.apply_reading(address, reading)
-    assert listed(store)["n1"] == ("daemon-down", A, REFUSED)
-    await store.apply_reading(A, up("n1"))
+    with capture_logs() as logged:
+        for address, reading in ((A, up("n1")), (A, silent("n1")), (B, up("n1"))):
+            await store.apply_reading(address, reading)
+        reason = f"node id n1 is taken by {A}, which does not answer"
+        assert listed(store) == {"n1": ("daemon-down", A, REFUSED), B: ("lost", B, reason)}
+        assert [event["event"] for event in logged] == ["node.located"]
+        await store.apply_reading(A, up("n1"))
+        assert [event["event"] for event in logged] == ["node.located", "node.duplicate_id"]
     assert listed(store)["n1"] == READY_A
     await store.apply_reading(A, silent("n1"))
     store._silent_since[A] -= sqlite_store.TAKEOVER_S

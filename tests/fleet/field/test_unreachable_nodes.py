@@ -291,7 +291,7 @@ def names(monkeypatch: pytest.MonkeyPatch) -> Iterator[Names]:
     made = Names()
     monkeypatch.setattr(socket, "getaddrinfo", made.answered)
     monkeypatch.setattr(calls, "KEEPALIVE_S", 0.0)
-    monkeypatch.setattr(calls, "NAME_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("agentd.client.names.NAME_TIMEOUT_S", 0.1)
     connector = partial(aiohttp.TCPConnector, ttl_dns_cache=0)
     monkeypatch.setattr(aiohttp, "TCPConnector", connector)
     yield made

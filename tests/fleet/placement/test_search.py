@@ -61,6 +61,25 @@ def test_create_beside_dead_nodes_is_placed_in_time(
     run(1, story, monkeypatch)
 
 
+def test_network_that_drops_large_requests_costs_one_create(monkeypatch: Any) -> None:
+    """Small requests are answered, so that each sweep finds the node as it should be."""
+    (dead,) = dead_nodes(monkeypatch, 1)
+
+    async def story(fleet: Fleet) -> None:
+        loop, gateway = asyncio.get_running_loop(), fleet.one
+        gateway.placer._policy = PlacementPolicy.PACK
+        fleet.nodes.swallowing.add(dead)
+        assert await gateway.create("k0") == (0, "OutcomeUnknown")
+        for number in range(1, 20):
+            await fleet.rest(60)
+            assert gateway.state.unreachable == {}
+            began = loop.time()
+            assert await gateway.create(f"k{number}") == (201, GOOD)
+            assert loop.time() - began <= LATER_S
+
+    run(1, story, monkeypatch)
+
+
 def test_dead_nodes_beyond_the_sample_hide_no_good_one(monkeypatch: Any) -> None:
     dead = dead_nodes(monkeypatch, 200)
 

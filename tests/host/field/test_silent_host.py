@@ -10,6 +10,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from pwd import getpwnam
@@ -298,8 +299,9 @@ async def test_start_that_cannot_go_on_says_what_is_silent(node: SilentNode, sil
 @pytest.mark.parametrize("node", RUNTIMES[:-1], indirect=True)
 async def test_working_directory_on_a_dead_mount_delays_no_other_agent(node: SilentNode) -> None:
     """More creates hang than the pool has threads."""
-    daemon, dead = node.daemon, node.folder / "home"
-    dead.mkdir()
+    daemon = node.daemon
+    elsewhere = {"systemd": Path("/run")}  # units have a /tmp of their own
+    dead = Path(tempfile.mkdtemp(dir=elsewhere.get(daemon.runtime, node.folder)))
     daemon._program = None
     daemon.configure(AGENTS)
     starts = "agentd.runtimes.process.spawn"
@@ -322,6 +324,7 @@ async def test_working_directory_on_a_dead_mount_delays_no_other_agent(node: Sil
     }
     assert expected[daemon.runtime] in answers[0].json["detail"]
     assert await daemon.get("/v1/kernels") == []
+    dead.rmdir()
 
 
 async def test_host_without_process_ids_refuses_creates_for_the_moment(node: SilentNode) -> None:

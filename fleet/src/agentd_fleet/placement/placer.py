@@ -11,7 +11,7 @@ import asyncio
 import random
 import secrets
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from http import HTTPStatus
 from weakref import WeakValueDictionary
 
@@ -27,7 +27,7 @@ from agentd.errors import (
     KernelConflict,
     NodeUnavailable,
 )
-from agentd_fleet.nodes.calls import ANSWER_TIMEOUT_S, GATEWAY, NodeAnswer, NodeNotCalled
+from agentd_fleet.nodes.calls import GATEWAY, NodeAnswer, NodeNotCalled
 from agentd_fleet.placement.attempts import (
     AttemptRunner,
     PlacementTimeouts,
@@ -202,8 +202,10 @@ class Placer:
         """
         route = stored.route
         if reason := _conflict_reason(caller, request, route):
-            if await self._free_if_missing(stored):
-                return None
+            with suppress(NodeUnavailable):
+                is_placed = route.progress is RouteProgress.PLACED
+                if is_placed and await self._look_up(GATEWAY, stored) is None:
+                    return None
             raise KernelConflict(reason)
         node = self._state.node(route.node_id)
         limit_s = None if node is not None and node.is_answering else SILENT_TIMEOUT_S
@@ -227,12 +229,7 @@ class Placer:
         """Return what the node of a route answers now; None if the route has changed."""
         route = stored.route
         if route.progress is RouteProgress.PLACED:
-            node = node_of_route(self._state, route)
-            answer = await self._nodes.call(node, caller, "GET", f"/v1/kernels/{route.kernel_id}")
-            if answer.is_unknown_kernel:
-                await self._store.delete_route(route.kernel_id, stored.revision)
-                return None
-            return answer
+            return await self._look_up(caller, stored)
         if not await self._wait_unchanged(stored):
             return None
         began_at = boottime_s()
@@ -251,21 +248,19 @@ class Placer:
                 return False
         return True
 
-    async def _free_if_missing(self, stored: StoredRoute) -> bool:
-        """Return whether a placed kernel is missing on its node, so that its id is free."""
-        route = stored.route
-        node = self._state.node(route.node_id)
-        if route.progress is not RouteProgress.PLACED or node is None or not node.is_available:
-            return False
-        path = f"/v1/kernels/{route.kernel_id}"
-        try:
-            answer = await self._nodes.call(node, GATEWAY, "GET", path, patience_s=ANSWER_TIMEOUT_S)
-        except NodeUnavailable:
-            return False
+    async def _look_up(self, caller: Caller, stored: StoredRoute) -> NodeAnswer | None:
+        """Return the answer of a node about its placed kernel; None if it has none: the id is free.
+
+        Raises:
+            NodeUnavailable: the node does not answer.
+        """
+        kernel_id = stored.route.kernel_id
+        node = node_of_route(self._state, stored.route)
+        answer = await self._nodes.call(node, caller, "GET", f"/v1/kernels/{kernel_id}")
         if not answer.is_unknown_kernel:
-            return False
-        await self._store.delete_route(route.kernel_id, stored.revision)
-        return True
+            return answer
+        await self._store.delete_route(kernel_id, stored.revision)
+        return None
 
     def _confirm_soon(self, stored: StoredRoute) -> None:
         """Mark a route as placed in the background, after the caller got its answer.

@@ -26,7 +26,7 @@ from agentd.errors import (
     Unavailable,
 )
 from agentd_fleet.nodes.calls import ANSWER_TIMEOUT_S, NodeAnswer
-from agentd_fleet.placement.attempts import RouteTakenOver, creates_path
+from agentd_fleet.placement.attempts import PlacementUnknown, RouteTakenOver, creates_path
 from agentd_fleet.placement.backend import FleetBackend
 from agentd_fleet.placement.choice import Candidate, PlacementPolicy, choose_candidates
 from agentd_fleet.placement.requests import PlacementRequest
@@ -38,29 +38,38 @@ MAX_REFUSALS = 64
 """Refusals after which unavailable nodes count as tries, too."""
 DRAWS = (MAX_TRIES, 64, 256)
 """Agents that are drawn first, and again while the ones before were unavailable."""
-FAILED_FOR_S = 60.0
-"""Seconds in which a node that was unavailable is the last choice."""
+FAILED_FOR_S, SUSPECT_FOR_S = 60.0, 3600.0
+"""Seconds in which a node that was unavailable is the last choice, and in which one that left a
+request unanswered is asked before a create."""
 
 
 class FailedNodes:
-    """The nodes that failed a request within `FAILED_FOR_S`."""
+    """The nodes that failed a request, and those that left one unanswered, with the times."""
 
     def __init__(self) -> None:
-        self._until: dict[str, float] = {}
+        self._failed_at: dict[str, float] = {}
+        self._lost_at: dict[str, float] = {}
 
     def add(self, node_id: str, error: AgentdError, *, is_placed: bool = False) -> None:
         """Note a node that was unavailable.
 
         One that cannot pull an image is one of them once another node had it (`is_placed`).
         """
+        now = asyncio.get_running_loop().time()
         if _is_node_failure(error) or (is_placed and isinstance(error, ImageUnavailable)):
-            self._until[node_id] = asyncio.get_running_loop().time() + FAILED_FOR_S
+            self._failed_at[node_id] = now
+        if isinstance(error, (NodeUnavailable, PlacementUnknown)):
+            self._lost_at[node_id] = now
 
     def node_ids(self) -> frozenset[str]:
-        """Return the nodes that failed lately."""
+        """Return the nodes that failed within `FAILED_FOR_S`."""
         now = asyncio.get_running_loop().time()
-        self._until = {node_id: until for node_id, until in self._until.items() if until > now}
-        return frozenset(self._until)
+        return frozenset(n for n, at in self._failed_at.items() if now - at < FAILED_FOR_S)
+
+    def is_suspect(self, node_id: str) -> bool:
+        """Return whether a request to a node was lost within `SUSPECT_FOR_S`."""
+        now = asyncio.get_running_loop().time()
+        return now - self._lost_at.get(node_id, -SUSPECT_FOR_S) < SUSPECT_FOR_S
 
 
 def _is_node_failure(error: AgentdError) -> bool:
@@ -105,13 +114,15 @@ class Search:
         """Return the next agent to call, None if there is none."""
         while self._tries and (self._queue or self._draw()):
             first, is_asking = self._queue[0], bool(self.refused) or self._query.is_dry_run
-            if first in self.decisions or (
-                not is_asking and self._state.has_answered(first.node_id)
-            ):
+            if first in self.decisions or not (is_asking or self._is_doubtful(first.node_id)):
                 self._tries -= 1
                 return self._queue.popleft()
             await self._ask([*self._queue] if is_asking or not self._sizes else [first])
         return None
+
+    def _is_doubtful(self, node_id: str) -> bool:
+        """Return whether a create might get lost, since a network may drop only large requests."""
+        return self._failed.is_suspect(node_id) or not self._state.has_answered(node_id)
 
     def refuse(self, candidate: Candidate, error: AgentdError) -> None:
         """Note that an agent that was called refused, or cannot be called."""

@@ -251,8 +251,8 @@ class EtcdStore:
                 self._forgotten.pop(node_id, None)
             self._reports[node_id] = parse_node_report(node_id, value, seen_at=time.time())
             self._update_node(node_id)
-        elif (report := self._reports.pop(node_id, None)) is not None:
-            self._write_new(report.node)  # another node may offer the same
+        elif self._reports.pop(node_id, None) is not None:
+            self._has_unwritten.set()  # another node may offer the same slots
             if node_id in self._forgotten and node_id not in self._hashes["known/"]:
                 self._state.forget(node_id)
                 return
@@ -267,16 +267,12 @@ class EtcdStore:
             if node_id not in self._reports:
                 self._state.forget(node_id)
             return
-        if node_id not in self._reports and not self._is_listed(node_id):
+        listed = self._state.node(node_id)
+        if node_id not in self._reports and (listed is None or not listed.url):
             self._state.update_node(replace(parse_known_node(node_id, value), seen_at=time.time()))
 
     def _on_cordon_change(self, node_id: str, value: bytes | None, _: int) -> None:
         self._state.set_cordon(node_id, None if value is None else parse_cordon(value))
-
-    def _is_listed(self, node_id: str) -> bool:
-        """Return whether more is known of a node than its existence."""
-        node = self._state.node(node_id)
-        return node is not None and bool(node.url)
 
     def _on_free_change(self, node_id: str, value: bytes | None, _: int) -> None:
         if value is None:
@@ -306,10 +302,6 @@ class EtcdStore:
                     reason=node.exclusion_reason,
                 )
         self._state.update_node(node)
-        self._write_new(node)
-
-    def _write_new(self, node: FleetNode) -> None:
-        """Request a write of slot types if one of this node's is new to the fleet."""
         if self._state.new_slot_types(node):
             self._has_unwritten.set()
 

@@ -14,6 +14,7 @@ import math
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from http import HTTPStatus
 from typing import Any, TypeVar
 
@@ -152,7 +153,7 @@ class EtcdTransport:
         self._read_again = read_again
         self._read_at = -math.inf
         self._timeout_s = timeout_s
-        self._preferred = ""
+        self._preferred = self._silent = ""
         self._token: str | None = None
         """The token of the last login; empty while etcd needs none."""
         self._login = asyncio.Lock()
@@ -182,34 +183,22 @@ class EtcdTransport:
 
     async def call(self, path: str, body: Mapping[str, object]) -> tuple[dict[str, Any], bool]:
         """Return the answer, and whether an earlier attempt may have taken effect."""
-        return await self._call_endpoints(
-            lambda endpoint, token: self._post(endpoint, token, path, body)
-        )
+        return await self._call_endpoints(partial(self._post, path, body))
 
     async def call_at(self, endpoint: str, path: str, body: Mapping[str, object]) -> dict[str, Any]:
-        """Call exactly this endpoint and return its answer; a silent one is not preferred."""
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                return await self._as_user(
-                    endpoint, lambda server, token: self._post(server, token, path, body)
-                )
-        except TimeoutError:
-            others = (other.rstrip("/") for other in self._credentials.endpoints)
-            self._preferred = next((other for other in others if other != endpoint), endpoint)
-            raise EtcdUnavailable(f"{endpoint}: no answer in {self._timeout_s:g} s") from None
+        """Call exactly this endpoint and return its answer."""
+        return (await self._call_endpoints(partial(self._post, path, body), endpoint))[0]
 
     async def stream(self, path: str, body: Mapping[str, object]) -> WatchStream:
         """Open a stream whose first message has arrived."""
-        return (
-            await self._call_endpoints(
-                lambda endpoint, token: self._open_stream(endpoint, token, path, body)
-            )
-        )[0]
+        return (await self._call_endpoints(partial(self._open_stream, path, body)))[0]
 
-    async def _call_endpoints(self, attempt: Callable[[str, str], Awaitable[T]]) -> tuple[T, bool]:
+    async def _call_endpoints(
+        self, attempt: Callable[[str, str], Awaitable[T]], *only: str
+    ) -> tuple[T, bool]:
         deadline = asyncio.get_running_loop().time() + self._timeout_s
-        endpoints = [endpoint.rstrip("/") for endpoint in self._credentials.endpoints]
-        endpoints.sort(key=lambda endpoint: endpoint != self._preferred)
+        endpoints = [endpoint.rstrip("/") for endpoint in only or self._credentials.endpoints]
+        endpoints.sort(key=lambda url: (url == self._silent, url != self._preferred))
         faults = []
         is_repeat = False
         for attempts, endpoint in enumerate(endpoints):
@@ -219,7 +208,7 @@ class EtcdTransport:
                     answer = await self._as_user(endpoint, attempt)
             except TimeoutError:
                 faults.append(f"{endpoint}: no answer in {share_s:.2g} s")
-                is_repeat = True
+                self._silent, is_repeat = endpoint, True
             except EtcdUnavailable as error:
                 faults.append(str(error))
                 is_repeat = is_repeat or not isinstance(error, _NeverSent)
@@ -258,7 +247,7 @@ class EtcdTransport:
         while login != self._credentials.login:
             login = self._credentials.login
             try:
-                answer = await self._post(endpoint, "", "/v3/auth/authenticate", login)
+                answer = await self._post("/v3/auth/authenticate", login, endpoint, "")
             except EtcdRefused as error:
                 if _NO_LOGINS in str(error):
                     return ""
@@ -277,7 +266,7 @@ class EtcdTransport:
                 self.replace_credentials(credentials)
 
     async def _post(
-        self, endpoint: str, token: str, path: str, body: Mapping[str, object]
+        self, path: str, body: Mapping[str, object], endpoint: str, token: str
     ) -> dict[str, Any]:
         response = await self._send(endpoint, token, path, body)
         try:
@@ -287,7 +276,7 @@ class EtcdTransport:
             raise EtcdUnavailable(f"{endpoint}: {error!r}") from None
 
     async def _open_stream(
-        self, endpoint: str, token: str, path: str, body: Mapping[str, object]
+        self, path: str, body: Mapping[str, object], endpoint: str, token: str
     ) -> WatchStream:
         stream = WatchStream(endpoint, await self._send(endpoint, token, path, body))
         try:

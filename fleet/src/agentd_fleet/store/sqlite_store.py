@@ -259,8 +259,11 @@ class SqliteStore:
             self._state.forget(address)
             self._set_reason(self._lost_nodes(address), f"{address} is node {node_id} now")
         for other, reading in readings.items():
-            is_double = node_id and other not in self._silent_since
-            reason = f"node id {node_id} is taken by {address}" if is_double else reading.reason
+            reason, is_double = reading.reason, False
+            if node_id and other not in self._silent_since:
+                is_double = address not in self._silent_since
+                reason = f"node id {node_id} is taken by {address}"
+                reason += "" if is_double else ", which does not answer"
             entry = FleetNode(other, {}, {}, NodeStatus.LOST, other, seen_at=time.time())
             if self._set_reason(self._lost_nodes(other) or [entry], reason) and is_double:
                 log.error("node.duplicate_id", node_id=node_id, first=address, second=other)

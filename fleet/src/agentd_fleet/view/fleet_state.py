@@ -16,7 +16,7 @@ from agentd_fleet.view.fleet_view import Cordon, FleetNode, FleetView, NodeStatu
 log = structlog.get_logger()
 
 DEBIT_S = 3.0
-ANSWERED_S = 60.0
+ANSWERED_S = 15.0
 """Seconds for which an answer vouches that this gateway reaches a node."""
 FOLD_S = 0.005
 """Seconds in which reports are collected before they are folded."""

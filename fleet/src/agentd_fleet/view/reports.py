@@ -62,19 +62,13 @@ class SlotTypeReport(msgspec.Struct, frozen=True):
     primary: str | None = None
 
 
-class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
+class NodeCapacity(msgspec.Struct, frozen=True, kw_only=True):
     """The capacity of a node; amounts are plain decimals by agent and slot.
 
     `capacity` is that of the whole node, where a device that several agents share counts once.
     """
 
-    schema: int = SCHEMA
-    install_id: str
-    boot_id: str
-    version: str
-    url: str
-    labels: dict[str, str] = {}
-    state: str = NodeStatus.READY
+    version: str = ""
     reason: str = ""
     generation: _Generation = 0
     agents: dict[str, dict[str, str]] = {}
@@ -82,6 +76,17 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     models: dict[str, list[str]] = {}
     slot_types: list[SlotTypeReport] = []
     runtime: NodeRuntime | None = None
+
+
+class NodeReport(NodeCapacity, frozen=True, kw_only=True):
+    """The report of a node: its identity, its address and its capacity."""
+
+    schema: int = SCHEMA
+    install_id: str
+    boot_id: str
+    url: str
+    labels: dict[str, str] = {}
+    state: str = NodeStatus.READY
 
 
 class FreeReport(msgspec.Struct, frozen=True):
@@ -124,21 +129,15 @@ def first_seen(record: bytes | None) -> str:
 
 def parse_known_node(node_id: str, value: bytes) -> FleetNode:
     """Return a lost node from its lasting record; an unreadable one is lost, too."""
+    node = FleetNode(node_id, {}, {}, NodeStatus.LOST)
     try:
-        if msgspec.json.decode(value, type=_ReportHeader).schema > SCHEMA:
-            return FleetNode(node_id, {}, {}, NodeStatus.LOST)
-        record = msgspec.json.decode(value, type=KnownNode)
-        types = _slot_types(tuple(record.slot_types))
-        return FleetNode(
-            node_id,
-            types,
-            {},
-            NodeStatus.LOST,
-            record.url,
-            exclusion_reason=unreachable_reason(record.url),
-        )
+        if msgspec.json.decode(value, type=_ReportHeader).schema <= SCHEMA:
+            record = msgspec.json.decode(value, type=KnownNode)
+            types, reason = _slot_types(tuple(record.slot_types)), unreachable_reason(record.url)
+            node = replace(node, slot_types=types, url=record.url, exclusion_reason=reason)
     except UNREADABLE:
-        return FleetNode(node_id, {}, {}, NodeStatus.LOST)
+        pass
+    return node
 
 
 def parse_cordon(value: bytes) -> Cordon:
@@ -155,7 +154,7 @@ class _ReportHeader(msgspec.Struct, frozen=True):
     version: str = ""
 
 
-class NodeReading(msgspec.Struct, frozen=True, kw_only=True):
+class NodeReading(NodeCapacity, frozen=True, kw_only=True):
     """A reading of a daemon.
 
     With a `reason` its answers cannot be read; with `is_down`, too, no node answers. Then the rest
@@ -163,16 +162,8 @@ class NodeReading(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     node_id: str = ""
-    version: str = ""
-    generation: int = 0
-    agents: dict[str, dict[str, str]] = {}
-    capacity: dict[str, str] = {}
     free: FreeReport = FreeReport()
-    models: dict[str, list[str]] = {}
-    slot_types: list[SlotTypeReport] = []
-    runtime: NodeRuntime | None = None
     is_down: bool = False
-    reason: str = ""
 
     def to_report(
         self, *, install_id: str, boot_id: str, url: str, labels: Mapping[str, str]
@@ -181,17 +172,10 @@ class NodeReading(msgspec.Struct, frozen=True, kw_only=True):
         return NodeReport(
             install_id=install_id,
             boot_id=boot_id,
-            version=self.version,
             url=url,
             labels=dict(labels),
             state=NodeStatus.DAEMON_DOWN if self.is_down else NodeStatus.READY,
-            reason=self.reason,
-            generation=self.generation,
-            agents=self.agents,
-            capacity=self.capacity,
-            models=self.models,
-            slot_types=self.slot_types,
-            runtime=self.runtime,
+            **{name: getattr(self, name) for name in NodeCapacity.__struct_fields__},
         )
 
 
