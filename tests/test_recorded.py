@@ -89,6 +89,8 @@ NEW: Mapping[str, frozenset[str]] = {
             "node.unusable",
             "plugin.unavailable",  # since 427f930, but only now found by the generator
             "plugin.watch_failed",
+            "publisher.reload_refused",
+            "publisher.reloaded",
             "runtime.leftover_unreadable",
             "store.recovered",
             "store.reverted",
@@ -101,6 +103,8 @@ NEW: Mapping[str, frozenset[str]] = {
             "agentctl fleet logs --stream",
             "agentctl fleet logs --timestamps/-t",
             "agentctl fleet logs kernels",
+            "agentd-fleet join-options",  # hidden
+            "agentd-fleet join-options --config",
             *(
                 f"agentctl {command} --{option}"
                 for command in ("create", "run", "fleet create")

@@ -18,7 +18,12 @@ UNITS = {
         "SyslogIdentifier=agentd",
         "WatchdogSec=",
     ),
-    "agentd-fleet-join": ("Type=notify", "RestartPreventExitStatus=78", "Wants=agentd.service"),
+    "agentd-fleet-join": (
+        "Type=notify",
+        "RestartPreventExitStatus=78",
+        "Wants=agentd.service",
+        "ExecReload=/bin/kill -HUP $MAINPID",
+    ),
     "agentd-slurm": ("Type=notify", "Wants=agentd.service munge.service"),
     "agentd-fleet-gateway": ("Type=notify", "RestartPreventExitStatus=78", "WatchdogSec=60"),
 }

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from agentd.errors import ConfigRefused, StartRefused
 from agentd.http.credentials import build_endpoint, read_tokens
 from agentd.http.settings import TokenSettings
-from agentd_fleet.credentials import client_tls_context, etcd_credentials, rpc_settings
+from agentd_fleet.credentials import etcd_credentials, rpc_settings
 from agentd_fleet.placement.choice import PlacementPolicy
 from agentd_fleet.settings import FleetFile, load
 
@@ -290,7 +290,7 @@ def test_files_on_a_dead_mount_end_a_gateway_for_the_moment(
             lambda s: etcd_credentials(s.fleet),
             f'[fleet]\netcd-user = "n"\netcd-password-file = "{dead}"',
         ),
-        "dead": (lambda s: client_tls_context(s.fleet), f'[fleet]\nca = "{dead}"'),
+        "dead": (lambda s: etcd_credentials(s.fleet), f'[fleet]\nca = "{dead}"'),
     }
 
     def fail(path: Any, *arguments: Any, **options: Any) -> int:
@@ -318,6 +318,6 @@ def test_a_fifo_is_refused_wherever_a_file_is_named(tmp_path: Path) -> None:
     why = f"{fifo} is a FIFO, expected a regular file"
     for text in (f'ca = "{fifo}"\n', f'cert = "{fifo}"\nkey = "{fifo}"\n'):
         with pytest.raises(ConfigRefused, match=re.escape(why)):
-            client_tls_context(read(tmp_path, f"[fleet]\n{text}").fleet)
+            etcd_credentials(read(tmp_path, f"[fleet]\n{text}").fleet)
     with pytest.raises(ConfigRefused, match="is a FIFO, expected a regular file"):
         load(str(fifo), {})

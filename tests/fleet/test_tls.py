@@ -11,7 +11,7 @@ from agentd.http.credentials import key_pair_weaknesses
 from agentd.program.weaknesses import Weakness, Weaknesses
 from agentd_fleet import credentials
 from agentd_fleet.cli import agentd_fleet
-from agentd_fleet.join import publisher
+from agentd_fleet.join.options import JoinOptions, etcd_tls_context
 from agentd_fleet.settings import load
 from support.certificates import certificate, certificate_of_version_2, certificate_that_ends
 
@@ -19,15 +19,21 @@ from support.certificates import certificate, certificate_of_version_2, certific
 def gateway_tls(folder: Path, ca: Path | None) -> ssl.SSLContext:
     file = folder / "fleet.toml"
     file.write_text('[fleet]\nname = "main"\n' if ca is None else f'[fleet]\nca = "{ca}"\n')
-    return credentials.client_tls_context(load(str(file), {}).fleet)
+    context = credentials.etcd_credentials(load(str(file), {}).fleet).tls
+    assert context is not None
+    return context
 
 
 def publisher_tls(folder: Path, ca: Path | None) -> ssl.SSLContext:
-    file = None if ca is None else str(ca)
-    options = publisher.JoinOptions(
-        "main", (), "", "", file, None, None, "/run/agentd.sock", "", {}, 15, str(folder)
+    options = JoinOptions(
+        name="main",
+        etcd=(),
+        ca=None if ca is None else str(ca),
+        socket="/run/agentd.sock",
+        lease=15,
+        state_dir=str(folder),
     )
-    return publisher.etcd_tls_context(options)
+    return etcd_tls_context(options)
 
 
 def handshake(folder: Path, trusts: ssl.SSLContext) -> None:

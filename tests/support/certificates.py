@@ -3,6 +3,7 @@
 import ssl
 import subprocess
 from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
 from pathlib import Path
 
 from cryptography import x509
@@ -25,13 +26,15 @@ def certificate(folder: Path, *options: str) -> tuple[Path, Path]:
 
 
 def certificate_that_ends(folder: Path, days: float) -> tuple[Path, Path]:
-    """Return the files of a certificate that ends in some days, or has ended, and its key."""
+    """Return the files of a certificate of loopback that ends in some days, or has, and its key."""
     cert, key = certificate(folder)
     secret = load_pem_private_key(key.read_bytes(), None)
     name, now = x509.Name([]), datetime.now(UTC)
     builder = x509.CertificateBuilder(name, name, secret.public_key(), x509.random_serial_number())
     builder = builder.not_valid_before(now - timedelta(days=90))
     builder = builder.not_valid_after(now + timedelta(days=days))
+    names = x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))])
+    builder = builder.add_extension(names, critical=False)
     cert.write_bytes(builder.sign(secret, hashes.SHA256()).public_bytes(Encoding.PEM))
     return cert, key
 

@@ -64,43 +64,49 @@ def join(config_file: str | None) -> None:
     The node stays published while this command runs.
     """
     stderr.guard()
-    import msgspec
-
-    from agentd.http.credentials import key_pair_weaknesses
-    from agentd_fleet.credentials import etcd_credentials
-    from agentd_fleet.join.publisher import JoinOptions
-    from agentd_fleet.settings import load
-
-    try:
-        settings = load(config_file)
-        fleet, join_settings = settings.fleet, settings.join
-        if not fleet.etcd:
-            raise ConfigRefused([Problem("fleet.etcd", "missing: expected the addresses of etcd")])
-        credentials = etcd_credentials(fleet)
-    except AgentdError as error:
-        _end_refused(error)
-    options = JoinOptions(
-        fleet=fleet.name,
-        endpoints=credentials.endpoints,
-        user=credentials.user,
-        password=credentials.password,
-        ca=str(fleet.ca) if fleet.ca else None,
-        cert=str(fleet.cert) if fleet.cert else None,
-        key=str(fleet.key) if fleet.key else None,
-        socket=str(join_settings.socket),
-        url=join_settings.url,
-        labels=dict(join_settings.labels),
-        lease_s=join_settings.lease,
-        state_dir=str(join_settings.state_dir),
-        weaknesses=tuple(key_pair_weaknesses(fleet.cert, fleet.key)),
-    )
     program = python_command()
     descriptor = os.memfd_create("join", 0)
-    os.write(descriptor, msgspec.json.encode(options))
+    os.write(descriptor, _read_join_options(config_file))
     os.lseek(descriptor, 0, os.SEEK_SET)
     os.execv(  # noqa: S606 - what read the settings takes 15 MiB that a publisher does not need
         program[0], [*program, "-m", "agentd_fleet.join.publisher", str(descriptor)]
     )
+
+
+@agentd_fleet.command("join-options", hidden=True)
+@config_option
+def join_options(config_file: str | None) -> None:
+    """Print the settings for a reload of `join`."""
+    click.echo(_read_join_options(config_file, refuses_expired=True))
+
+
+def _read_join_options(config_file: str | None, *, refuses_expired: bool = False) -> bytes:
+    """Return the settings of a publisher as JSON; end if they are unusable."""
+    import msgspec
+
+    from agentd.http.credentials import expiry_problems, key_pair_weaknesses
+    from agentd_fleet.credentials import etcd_credentials
+    from agentd_fleet.join.options import JoinOptions
+    from agentd_fleet.settings import load
+
+    try:
+        settings = load(config_file)
+        fleet = settings.fleet
+        if not fleet.etcd:
+            raise ConfigRefused([Problem("fleet.etcd", "missing: expected the addresses of etcd")])
+        values = {**fleet.model_dump(mode="json"), **settings.join.model_dump(mode="json")}
+        options = msgspec.convert({**values, "config": config_file}, JoinOptions)
+        options = msgspec.structs.replace(
+            options,
+            changed_at=options.read_times(),
+            password=etcd_credentials(fleet).password,
+            weaknesses=tuple(key_pair_weaknesses(fleet.cert, fleet.key)),
+        )
+        if refuses_expired and (expired := expiry_problems("fleet.cert", fleet.cert, fleet.key)):
+            raise ConfigRefused(expired)
+    except AgentdError as error:
+        _end_refused(error)
+    return msgspec.json.encode(options)
 
 
 @agentd_fleet.command("check-config")

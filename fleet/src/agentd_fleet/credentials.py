@@ -54,13 +54,10 @@ class OwnCredentials(msgspec.Struct, frozen=True):
     tls: ssl.SSLContext
     tls_files: tuple[bytes, ...]
 
-    def is_same_as(self, other: OwnCredentials) -> bool:
-        """Return whether the files have the same contents."""
-        return (self.node_token, self.etcd.login, self.tls_files) == (
-            other.node_token,
-            other.etcd.login,
-            other.tls_files,
-        )
+    @property
+    def contents(self) -> tuple[object, ...]:
+        """The contents of all files."""
+        return self.node_token, self.etcd.login, self.tls_files
 
 
 def read_own_credentials(settings: FleetFile) -> OwnCredentials:
@@ -77,28 +74,18 @@ def read_own_credentials(settings: FleetFile) -> OwnCredentials:
 
 
 def etcd_credentials(fleet: FleetSettings, tls: ssl.SSLContext | None = None) -> EtcdCredentials:
-    """Return the endpoints and credentials of etcd.
+    """Return the endpoints and credentials of etcd, by default with the settings' TLS context.
 
     Raises:
         ConfigRefused: the password or a certificate is unusable.
         StartRefused: one cannot be read for now.
     """
     password = _read_secret("fleet.etcd-password-file", fleet.etcd_password_file)
-    return EtcdCredentials(fleet.etcd, fleet.etcd_user, password, tls or client_tls_context(fleet))
-
-
-def client_tls_context(fleet: FleetSettings) -> ssl.SSLContext:
-    """Return the TLS context for etcd and nodes, by default with the system's CAs.
-
-    Raises:
-        ConfigRefused: a file is unusable.
-        StartRefused: one cannot be read for now.
-    """
-    return _read_tls(fleet)[0]
+    return EtcdCredentials(fleet.etcd, fleet.etcd_user, password, tls or _read_tls(fleet)[0])
 
 
 def _read_tls(fleet: FleetSettings) -> tuple[ssl.SSLContext, tuple[bytes, ...]]:
-    """Return the TLS context for etcd and nodes, and the content of its files."""
+    """Return the TLS context for etcd and nodes, by default of the system, and its files."""
     files = []
     try:
         if fleet.ca is not None:
@@ -145,14 +132,10 @@ def rpc_settings(settings: FleetFile) -> RpcSettings:
 
 def credential_weaknesses(settings: FleetFile) -> list[Weakness]:
     """Return the weaknesses of the gateway's credentials."""
-    return [*token_weaknesses(rpc_settings(settings)), *certificate_weaknesses(settings)]
-
-
-def certificate_weaknesses(settings: FleetFile) -> list[Weakness]:
-    """Return the weaknesses of the gateway's certificates."""
     fleet, gateway = settings.fleet, settings.gateway
-    own = key_pair_weaknesses(gateway.tls_cert, gateway.tls_key)
-    return [*own, *key_pair_weaknesses(fleet.cert, fleet.key)]
+    pairs = (gateway.tls_cert, gateway.tls_key), (fleet.cert, fleet.key)
+    of_pairs = [weakness for pair in pairs for weakness in key_pair_weaknesses(*pair)]
+    return [*token_weaknesses(rpc_settings(settings)), *of_pairs]
 
 
 def refuse_unusable(settings: FleetFile) -> None:
@@ -166,9 +149,7 @@ def refuse_unusable(settings: FleetFile) -> None:
     read_configured_certificate(rpc_settings(settings), "gateway")
     etcd_credentials(fleet)
     expired = expiry_problems("fleet.cert", fleet.cert, fleet.key)
-    expired += expiry_problems("gateway.tls-cert", gateway.tls_cert, gateway.tls_key)
-    if expired:
-        raise ConfigRefused(expired)
+    _refuse(expired + expiry_problems("gateway.tls-cert", gateway.tls_cert, gateway.tls_key))
 
 
 class GatewayCredentials:
@@ -232,7 +213,7 @@ class GatewayCredentials:
 
         def read_certificate_again() -> Callable[[], object]:
             gateway = self._settings.gateway
-            _refuse_expired("gateway.tls-cert", gateway.tls_cert, gateway.tls_key)
+            _refuse(expiry_problems("gateway.tls-cert", gateway.tls_cert, gateway.tls_key))
             certificate = read_configured_certificate(rpc, "gateway")
             return partial(server.replace_tls, certificate.context if certificate else None)
 
@@ -252,11 +233,11 @@ class GatewayCredentials:
 
     def _read_own(self) -> Callable[[], object]:
         fleet = self._settings.fleet
-        _refuse_expired("fleet.cert", fleet.cert, fleet.key)
+        _refuse(expiry_problems("fleet.cert", fleet.cert, fleet.key))
         return partial(self._use, read_own_credentials(self._settings))
 
     def _use(self, own: OwnCredentials) -> None:
-        if not own.is_same_as(self.own):
+        if own.contents != self.own.contents:
             self.own = own
             for on_change in self._on_change:
                 on_change(own)
@@ -297,6 +278,6 @@ def _may_be_refused(backend: FleetBackend) -> bool:
     )
 
 
-def _refuse_expired(setting: str, cert: Path | None, key: Path | None) -> None:
-    if expired := expiry_problems(setting, cert, key):
-        raise ConfigRefused(expired)
+def _refuse(problems: list[Problem]) -> None:
+    if problems:
+        raise ConfigRefused(problems)

@@ -55,14 +55,23 @@ async def test_cordon_holds_at_all_gateways_and_over_restarts(world: World) -> N
         assert (refused.status, refused.json["code"]) == (503, "NodeUnavailable")
         assert "cordoned: new disk" in refused.json["detail"]
     assert (await gateways[1].get("/v1/kernels/before"))["state"] == "running"
+    # A repetition finds its kernel, and an ended one is not started again, now or after the cordon:
+    # https://github.com/hashicorp/nomad/issues/19564
+    stopped = await gateways[0].call("POST", "/v1/kernels/before/stop", {"timeout": 0})
+    assert stopped.status == 200
+    for gateway in gateways:
+        again = await gateway.create(kernel_id="before", placement={"nodes": [one]})
+        assert (again.status, again.json["state"]) == (200, "terminated")
     await gateways[1].stop()
     gateways[1].start()
     await gateways[1].until({one: "ready"})
     assert (await gateways[1].get(f"/v1/nodes/{one}"))["cordon"]["reason"] == "new disk"
     freed = await gateways[1].call("POST", f"/v1/nodes/{one}/uncordon")
     assert (freed.status, freed.json["cordon"]) == (200, None)
-    again = await gateways[1].create(placement={"nodes": [one]})
-    assert again.status == 201, again.content
+    again = await gateways[1].create(kernel_id="before", placement={"nodes": [one]})
+    assert (again.status, again.json["state"]) == (200, "terminated")
+    after = await gateways[1].create(placement={"nodes": [one]})
+    assert after.status == 201, after.content
 
 
 async def test_lost_node_is_cordoned_until_it_is_forgotten(world: World) -> None:

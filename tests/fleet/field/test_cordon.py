@@ -13,6 +13,7 @@ from agentd.errors import AgentdError, InsufficientResource, NodeUnavailable
 from agentd.http.prometheus import render_exposition
 from agentd_fleet.gateway.metrics import GatewayCounts, fleet_metrics
 from agentd_fleet.gateway.views import node_view
+from agentd_fleet.nodes.calls import NodeAnswer
 from agentd_fleet.placement.choice import (
     Constraints,
     PlacementPolicy,
@@ -22,6 +23,7 @@ from agentd_fleet.placement.choice import (
 from agentd_fleet.placement.refusals import refusal_error
 from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import Cordon, FleetNode, FleetView, NodeRuntime, NodeStatus
+from fleet.simulated import Fleet, run
 from fleet.view.test_fleet_view import fleet, node
 
 ROOT = Caller("root", Role.ADMIN)
@@ -82,6 +84,29 @@ def test_many_cordons_hide_no_node_with_room() -> None:
         assert [candidate.node_id for candidate in chosen] == ["a"]
     (rows,) = classify_rejections(view, ONE_CPU, Constraints(nodes=frozenset({"c1"})))
     assert (rows.reason, rows.count, rows.nodes) == ("cordoned: new disk", 1, ("c1",))
+
+
+def test_cordon_during_a_create_holds_for_its_next_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first node fails after a long pull, in which an operator cordons the other one."""
+
+    async def story(fleet: Fleet) -> None:
+        fleet.one.placer._policy = PlacementPolicy.PACK
+        fleet.nodes.failing["n1"] = "ImageUnavailable"
+        answer = fleet.nodes._created
+
+        def cordon_first(node: str, name: str, path: str) -> NodeAnswer:
+            if "dry_run" not in path:
+                fleet.one.state.set_cordon("n2", DISK)
+            return answer(node, name, path)
+
+        monkeypatch.setattr(fleet.nodes, "_created", cordon_first)
+        assert await fleet.one.create("k1") == (0, "ImageUnavailable")
+        assert fleet.nodes.kernels == {"n1": {}, "n2": {}}
+        fleet.one.state.set_cordon("n2", None)
+        fleet.nodes.failing.clear()
+        assert (await fleet.one.create("k1"))[0] == 201
+
+    run(1, story, monkeypatch)
 
 
 async def test_cordon_stays_over_reports_and_losses() -> None:

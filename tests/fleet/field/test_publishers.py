@@ -276,3 +276,62 @@ async def test_suspended_publisher_returns_at_once(world: World, etcd: EtcdClien
     await until(lambda: joined.pair("nodes"), lambda pair: pair is None)
     os.kill(joined.publisher.pid, signal.SIGCONT)
     await until(lambda: joined.pair("free"))
+
+
+async def test_node_returns_after_a_network_that_dropped_packets(world: World) -> None:
+    """The outage is longer than the lease, and no connection was ever closed."""
+    servers = await world.start_etcd()
+    proxy = await world.proxy(servers.endpoints[0])
+    (node,) = await world.start_nodes("none")
+    async with world.client() as etcd:
+        publisher = world.join(node, kept_in=f'[fleet]\netcd = ["{proxy.endpoint}"]\n')
+        joined = JoinedNode(world, node, publisher, etcd)
+        await until(lambda: joined.pair("free"))
+        proxy.drop()
+        await until(lambda: joined.pair("nodes"), lambda pair: pair is None, within_s=WITHIN_S)
+        created = await world.nodes[node].create(kernel_id="k1", slots={"cpu": 1})
+        assert created.status == 201
+        await publisher.until_logged("node.publish_failed")
+        proxy.mend()
+        await until(
+            lambda: joined.pair("free"),
+            lambda pair: pair is not None and b'"allocated":{"agent-1":{"cpu":"1"' in pair.value,
+            within_s=WITHIN_S,
+        )
+        assert publisher.log.count("node.publish_failed") == 1
+
+
+async def test_node_outlives_a_leader_that_hung_for_a_lease(world: World) -> None:
+    """A leader that is back may end leases that were renewed at its successor."""
+    servers = await world.start_etcd(3)
+    async with world.client() as etcd:
+        joined = await JoinedNode.started(world, etcd)
+        status = await servers.ask("/v3/maintenance/status", {})
+        members = await servers.ask("/v3/cluster/member/list", {})
+        name = next(m["name"] for m in members["members"] if m["ID"] == status["leader"])
+        leader = int(name.removeprefix("m"))
+        servers.pause(leader)
+        others = EtcdCredentials(
+            tuple(e for e in servers.endpoints if e != servers.endpoints[leader])
+        )
+        async with EtcdClient(others) as client:
+            seen = JoinedNode(world, joined.node, joined.publisher, client)
+            for kernel in ("k1", "k2"):
+                before = await until(lambda: seen.pair("free"), within_s=WITHIN_S)
+                created = await world.nodes[joined.node].create(kernel_id=kernel, slots={"cpu": 1})
+                assert created.status == 201
+                await until(
+                    lambda: seen.pair("free"),
+                    lambda pair, before=before: pair is not None and pair.value != before.value,
+                    within_s=WITHIN_S,
+                )
+            servers.resume(leader)
+            free = await until(lambda: seen.pair("free"), within_s=WITHIN_S)
+            await world.nodes[joined.node].create(kernel_id="k3", slots={"cpu": 1})
+            await until(
+                lambda: seen.pair("free"),
+                lambda pair: pair is not None and pair.value != free.value,
+                within_s=WITHIN_S,
+            )
+            assert await seen.pair("nodes") is not None
+            assert joined.publisher.is_running

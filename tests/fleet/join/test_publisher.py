@@ -6,23 +6,17 @@ from pathlib import Path
 import pytest
 
 from agentd.errors import DaemonFailed
-from agentd_fleet.join.publisher import JoinOptions, Publisher, publish
+from agentd_fleet.join.options import JoinOptions
+from agentd_fleet.join.publisher import Publisher, publish
 from agentd_fleet.nodes.reader import NodeReader
 
 
 def options(folder: Path) -> JoinOptions:
     return JoinOptions(
-        fleet="f",
-        endpoints=("http://127.0.0.1:1",),
-        user="",
-        password="",
-        ca=None,
-        cert=None,
-        key=None,
+        name="f",
+        etcd=("http://127.0.0.1:1",),
         socket=str(folder / "none.sock"),
-        url="",
-        labels={},
-        lease_s=2,
+        lease=2,
         state_dir=str(folder),
     )
 

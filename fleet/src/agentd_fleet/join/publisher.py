@@ -15,7 +15,6 @@ import math
 import os
 import random
 import signal
-import ssl
 import sys
 import uuid
 from pathlib import Path
@@ -27,18 +26,17 @@ from msgspec.structs import replace
 from agentd import log as logs
 from agentd import stderr
 from agentd.client.asynchronous import AsyncClient
-from agentd.client.tls import client_tls
 from agentd.concurrency import wait_event
 from agentd.errors import AgentdError, DaemonFailed
 from agentd.program.background import Background
 from agentd.program.boot_id import boot_id
 from agentd.program.exit_status import exit_refused
-from agentd.program.process import prepare_daemon
-from agentd.program.weaknesses import Weakness, Weaknesses
+from agentd.program.process import early_signals, prepare_daemon
+from agentd_fleet.join.options import JoinCredentials, JoinOptions
 from agentd_fleet.join.status import PublisherStatus
 from agentd_fleet.nodes.reader import MAX_ANSWER, NodeReader
 from agentd_fleet.store.etcd_client import EtcdClient, KeyValue
-from agentd_fleet.store.etcd_transport import EtcdCredentials, EtcdRefused, LeaseGone
+from agentd_fleet.store.etcd_transport import EtcdRefused, LeaseGone
 from agentd_fleet.store.keys import fleet_key, fleet_prefix
 from agentd_fleet.view.reports import (
     UNREADABLE,
@@ -58,24 +56,6 @@ MAX_RETRY_S = 3.0
 """Maximum seconds before a retry, which are a fifth of the lease in a small fleet."""
 PARTS = ("nodes", "free", "known")
 """Parts of the fleet's keys that have one of each node, written by its publisher alone."""
-
-
-class JoinOptions(msgspec.Struct, frozen=True):
-    """The publisher's settings; files are paths."""
-
-    fleet: str
-    endpoints: tuple[str, ...]
-    user: str
-    password: str
-    ca: str | None
-    cert: str | None
-    key: str | None
-    socket: str
-    url: str
-    labels: dict[str, str]
-    lease_s: int
-    state_dir: str
-    weaknesses: tuple[Weakness, ...] = ()
 
 
 class NodeIdTaken(AgentdError):
@@ -126,7 +106,7 @@ class Publisher:
         """Publish until cancelled, retrying after every error."""
         self._status.ready()
         loop = asyncio.get_running_loop()
-        pause_s = min(self._options.lease_s / 5, MAX_RETRY_S)
+        pause_s = min(self._options.lease / 5, MAX_RETRY_S)
         await self._changed.wait()
         while True:
             await wait_event(self._changed, max(self._renew_at - loop.time(), 0.01))
@@ -148,7 +128,7 @@ class Publisher:
                 self._changed.set()
                 await asyncio.sleep(random.uniform(0.2, pause_s))  # noqa: S311 - spreads the publishers
             else:
-                self._status.published(reading.node_id, self._options.fleet, self._rival)
+                self._status.published(reading.node_id, self._options.name, self._rival)
 
     async def hand_over(self) -> None:
         """Give the next publisher of this install a whole lease to take the node id over."""
@@ -166,11 +146,11 @@ class Publisher:
             await self._read_keys(reading)
             if deleted := sorted(written.keys() - self._pairs.keys()):
                 log.warning("node.keys_deleted", node_id=reading.node_id, keys=deleted)
-        if loop.time() > self._unwritten_since + self._options.lease_s:
+        if loop.time() > self._unwritten_since + self._options.lease:
             return
         if self._lease and not await self._etcd.keep_alive(self._lease):
             self._lease = 0
-        self._renew_at = loop.time() + min(self._options.lease_s / 3, MAX_RENEW_PERIOD_S)
+        self._renew_at = loop.time() + min(self._options.lease / 3, MAX_RENEW_PERIOD_S)
 
     async def _read_keys(self, reading: NodeReading) -> None:
         """Read the node's keys.
@@ -214,12 +194,12 @@ class Publisher:
         if not self._pairs:
             await self._read_keys(reading)
         if is_new := not self._lease:
-            self._lease = await self._etcd.grant(self._options.lease_s)
+            self._lease = await self._etcd.grant(self._options.lease)
             self._is_record_refused = False
         while not await self._write_changes(reading):
             await self._read_keys(reading)
         if is_new:
-            log.info("node.published", node_id=reading.node_id, fleet=self._options.fleet)
+            log.info("node.published", node_id=reading.node_id, fleet=self._options.name)
 
     async def _write_changes(self, reading: NodeReading) -> bool:
         """Write what differs in etcd; return False if a key was not as it was read."""
@@ -285,7 +265,7 @@ class Publisher:
         return msgspec.json.encode(report)
 
     def _key(self, part: str, reading: NodeReading) -> str:
-        return fleet_key(fleet_prefix(self._options.fleet), part, reading.node_id)
+        return fleet_key(fleet_prefix(self._options.name), part, reading.node_id)
 
 
 def _parse_record(pair: KeyValue | None) -> KnownNode | None:
@@ -332,30 +312,24 @@ def lock_install_id(folder: Path) -> str:
     return f"{install_id}@{status.st_dev}:{status.st_ino}"
 
 
-def etcd_tls_context(options: JoinOptions) -> ssl.SSLContext:
-    """Return the TLS context for etcd, by default with the system's CAs."""
-    context = client_tls(cafile=options.ca or None)
-    if options.cert:
-        context.load_cert_chain(options.cert, options.key)
-    return context
-
-
 async def publish(options: JoinOptions) -> None:
-    """Publish the node of a socket until SIGTERM or SIGINT.
+    """Publish the node of a socket until SIGTERM or SIGINT; SIGHUP reads credentials again.
 
     Published reports stay until the lease ends, so the node survives a restart of the publisher.
 
     Raises:
         DaemonFailed: a part of the publisher has ended.
     """
-    endpoints = random.sample(options.endpoints, len(options.endpoints))
-    credentials = EtcdCredentials(
-        tuple(endpoints), options.user, options.password, etcd_tls_context(options)
-    )
-    stopped = asyncio.Event()
+    stopped, hangup = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    async with EtcdClient(credentials) as etcd:
+        loop.add_signal_handler(number, stopped.set)
+    loop.add_signal_handler(signal.SIGHUP, hangup.set)
+    if signal.SIGHUP in early_signals:
+        hangup.set()
+    credentials = JoinCredentials(options)
+    etcd_client = EtcdClient(options.to_credentials(), read_again=credentials.read_again)
+    async with etcd_client as etcd:
         publisher = Publisher(etcd, options, lock_install_id(Path(options.state_dir)), boot_id())
         async with AsyncClient(options.socket, timeout_s=5.0, max_bytes=MAX_ANSWER) as client:
             failures: list[str] = []
@@ -365,9 +339,8 @@ async def publish(options: JoinOptions) -> None:
                 stopped.set()
 
             background = Background(fail)
-            weaknesses = Weaknesses()
-            weaknesses.replace(options.weaknesses)
-            background.run("credentials", weaknesses.log_daily())
+            background.run("credentials", credentials.log_daily())
+            background.run("reload", credentials.run(hangup, etcd))
             background.run("publisher", publisher.run())
             background.run(
                 "reader", NodeReader(options.socket, client, publisher.set_reading).run()

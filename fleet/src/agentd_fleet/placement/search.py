@@ -114,6 +114,11 @@ class Search:
         """Return the next agent to call, None if there is none."""
         while self._tries and (self._queue or self._draw()):
             first, is_asking = self._queue[0], bool(self.refused) or self._query.is_dry_run
+            node = self._state.node(first.node_id)
+            if node is not None and node.cordon is not None:  # since the view
+                error = NodeUnavailable(f"node {first.node_id} was cordoned")
+                self.refused.append((self._queue.popleft().node_id, error))
+                continue
             if first in self.decisions or not (is_asking or self._is_doubtful(first.node_id)):
                 self._tries -= 1
                 return self._queue.popleft()

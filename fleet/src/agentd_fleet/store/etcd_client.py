@@ -241,8 +241,6 @@ class EtcdClient:
         request = {**_span(prefix), "start_revision": str(start + 1), "progress_notify": True}
         stream = await self._transport.stream("/v3/watch", {"create_request": request})
         try:
-            if silence_s is not None:
-                stream.keep_alive(silence_s)
             while True:
                 on_answer()
                 try:

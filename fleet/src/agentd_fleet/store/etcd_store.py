@@ -178,7 +178,10 @@ class EtcdStore:
                     async with asyncio.timeout(random.uniform(*LIST_S)):  # noqa: S311 - no secret
                         await self._list_and_watch(part, on_change)
                 except AgentdError as error:
-                    self._on_failure(part, str(error))
+                    self._failures[part] = str(error)
+                    if not self._is_lost and (reason := self.stale_reason()):
+                        self._is_lost = True
+                        log.warning("store.lost", part=part, reason=reason)
                     await asyncio.sleep(random.uniform(*RETRY_S))  # noqa: S311 - no secret
 
     async def _list_and_watch(self, part: str, on_change: _OnChange) -> None:
@@ -223,12 +226,6 @@ class EtcdStore:
         if self._is_lost and not self.stale_reason():
             self._is_lost = False
             log.info("store.recovered")
-
-    def _on_failure(self, part: str, reason: str) -> None:
-        self._failures[part] = reason
-        if not self._is_lost and (stale_reason := self.stale_reason()):
-            self._is_lost = True
-            log.warning("store.lost", part=part, reason=stale_reason)
 
     def _on_slot_type_change(self, name: str, value: bytes | None, _: int) -> None:
         self._state.forget_slot_type(name)  # a definition that differs is a new one

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import json
 import math
-import socket
 import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
@@ -38,8 +37,6 @@ _HTTP_STATUS = {2: 500, 4: 504, 7: 403, 8: 429, 13: 500, 14: 503, 15: 500, 16: 4
 """The HTTP status by the gRPC code, for streams of etcd 3.6, which lack it; else 400."""
 LOGIN_PAUSE_S = 5.0
 """Seconds for which a refusal counts for every call: each login costs etcd a bcrypt."""
-MAX_KEEPALIVES = 3
-"""TCP keepalives without an answer after which a watch ends."""
 T = TypeVar("T")
 
 
@@ -125,16 +122,6 @@ class WatchStream:
                 raise EtcdUnavailable(f"{self.endpoint}: the watch ended")
             self._parts.append(part)
 
-    def keep_alive(self, silence_s: float) -> None:
-        """Enable TCP keepalive after this much silence."""
-        if (connection := self._response.connection) is None or connection.transport is None:
-            return
-        watched: socket.socket = connection.transport.get_extra_info("socket")
-        watched.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
-            watched.setsockopt(socket.IPPROTO_TCP, option, max(1, round(silence_s)))
-        watched.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, MAX_KEEPALIVES)
-
     def close(self) -> None:
         """Close the connection, which ends the watch in etcd."""
         self._response.close()
@@ -153,7 +140,7 @@ class EtcdTransport:
         self._read_again = read_again
         self._read_at = -math.inf
         self._timeout_s = timeout_s
-        self._preferred = self._silent = ""
+        self._preferred = ""
         self._token: str | None = None
         """The token of the last login; empty while etcd needs none."""
         self._login = asyncio.Lock()
@@ -186,7 +173,7 @@ class EtcdTransport:
         return await self._call_endpoints(partial(self._post, path, body))
 
     async def call_at(self, endpoint: str, path: str, body: Mapping[str, object]) -> dict[str, Any]:
-        """Call exactly this endpoint and return its answer."""
+        """Call exactly this endpoint and return its answer; a silent one is not preferred."""
         return (await self._call_endpoints(partial(self._post, path, body), endpoint))[0]
 
     async def stream(self, path: str, body: Mapping[str, object]) -> WatchStream:
@@ -198,7 +185,7 @@ class EtcdTransport:
     ) -> tuple[T, bool]:
         deadline = asyncio.get_running_loop().time() + self._timeout_s
         endpoints = [endpoint.rstrip("/") for endpoint in only or self._credentials.endpoints]
-        endpoints.sort(key=lambda url: (url == self._silent, url != self._preferred))
+        endpoints.sort(key=lambda endpoint: endpoint != self._preferred)
         faults = []
         is_repeat = False
         for attempts, endpoint in enumerate(endpoints):
@@ -208,7 +195,9 @@ class EtcdTransport:
                     answer = await self._as_user(endpoint, attempt)
             except TimeoutError:
                 faults.append(f"{endpoint}: no answer in {share_s:.2g} s")
-                self._silent, is_repeat = endpoint, True
+                is_repeat = True
+                others = (other.rstrip("/") for other in self._credentials.endpoints)
+                self._preferred = next((other for other in others if other != endpoint), endpoint)
             except EtcdUnavailable as error:
                 faults.append(str(error))
                 is_repeat = is_repeat or not isinstance(error, _NeverSent)

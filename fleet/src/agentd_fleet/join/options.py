@@ -1,0 +1,133 @@
+"""The publisher's settings, and its credentials, which are read again while it runs.
+
+Another process reads them, as at the start: the parser of the settings and the parser of
+certificates would stay in the memory of this one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import ssl
+from functools import partial
+from subprocess import DEVNULL, PIPE
+
+import msgspec
+import structlog
+
+from agentd.client.tls import client_tls
+from agentd.concurrency import call_in_time
+from agentd.program.process import python_command
+from agentd.program.weaknesses import Weakness, Weaknesses
+from agentd_fleet.store.etcd_client import EtcdClient
+from agentd_fleet.store.etcd_transport import EtcdCredentials
+
+log = structlog.get_logger()
+
+
+class JoinOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The publisher's settings of `[fleet]` and `[join]`; files are paths.
+
+    `changed_at` has the times of the files of credentials, from before they were read.
+    """
+
+    config: str | None = None
+    name: str
+    etcd: tuple[str, ...]
+    etcd_user: str = ""
+    etcd_password_file: str | None = None
+    password: str = ""
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
+    socket: str
+    url: str = ""
+    labels: dict[str, str] = {}
+    lease: int
+    state_dir: str
+    changed_at: tuple[int, ...] = ()
+    weaknesses: tuple[Weakness, ...] = ()
+
+    def to_credentials(self) -> EtcdCredentials:
+        """Return the credentials for etcd, with the endpoints in random order.
+
+        Raises:
+            OSError, ValueError: a certificate cannot be read.
+        """
+        endpoints = random.sample(self.etcd, len(self.etcd))
+        tls = etcd_tls_context(self)
+        return EtcdCredentials(tuple(endpoints), self.etcd_user, self.password, tls)
+
+    def read_times(self) -> tuple[int, ...]:
+        """Return when each file of credentials changed (ns), 0 if it cannot be read for now."""
+        files = (self.etcd_password_file, self.ca, self.cert, self.key)
+        return tuple(_changed_at(file) for file in files if file is not None)
+
+
+def _changed_at(file: str) -> int:
+    try:
+        return call_in_time(file, partial(os.stat, file)).st_ctime_ns
+    except OSError:
+        return 0
+
+
+def etcd_tls_context(options: JoinOptions) -> ssl.SSLContext:
+    """Return the TLS context for etcd, by default with the system's CAs."""
+    context = client_tls(cafile=options.ca or None)
+    if options.cert:
+        context.load_cert_chain(options.cert, options.key)
+    return context
+
+
+class JoinCredentials:
+    """The credentials of a running publisher."""
+
+    def __init__(self, options: JoinOptions) -> None:
+        self._options = options
+        self._weaknesses = Weaknesses()
+        self._weaknesses.replace(options.weaknesses)
+        self._refusal = ""
+
+    async def log_daily(self) -> None:
+        """Log weak credentials once a day, forever."""
+        await self._weaknesses.log_daily()
+
+    async def run(self, hangup: asyncio.Event, etcd: EtcdClient) -> None:
+        """Read the credentials again after each hangup."""
+        while await hangup.wait():
+            hangup.clear()
+            self._refusal = ""
+            if (credentials := await self._read()) is not None:
+                etcd.replace_credentials(credentials)
+                log.info("publisher.reloaded")
+
+    async def read_again(self) -> EtcdCredentials | None:
+        """Read the credentials again if a file of theirs has changed, because they are refused."""
+        if await asyncio.to_thread(self._options.read_times) == self._options.changed_at:
+            return None
+        return await self._read()
+
+    async def _read(self) -> EtcdCredentials | None:
+        """Read the settings again; None if they are unusable, and the old ones stay in force."""
+        config = ["--config", self._options.config] if self._options.config else []
+        command = [*python_command(), "-m", "agentd_fleet", "join-options", *config]
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command, stdin=DEVNULL, stdout=PIPE, stderr=PIPE
+            )
+            output, problems = await process.communicate()
+            if process.returncode:
+                raise ValueError(problems.decode(errors="replace").strip())
+            options = msgspec.json.decode(output, type=JoinOptions)
+            credentials = options.to_credentials()
+        except (OSError, ValueError) as error:
+            if str(error) != self._refusal:
+                self._refusal = str(error)
+                log.warning("publisher.reload_refused", reason=self._refusal)
+            return None
+        if options.changed_at != self._options.changed_at:
+            log.info("credential.replaced")
+        self._options, self._refusal = options, ""
+        self._weaknesses.replace(options.weaknesses)
+        return credentials
