@@ -107,10 +107,23 @@ async def test_second_of_an_id_waits_while_the_first_restarts(
         await store.apply_reading(A, up("n1"))
         assert [event["event"] for event in logged] == ["node.located", "node.duplicate_id"]
     assert listed(store)["n1"] == READY_A
-    await store.apply_reading(A, silent("n1"))
-    store._silent_since[A] -= sqlite_store.TAKEOVER_S
-    store._apply("n1")  # as the timer does
+
+
+async def test_proven_duplicate_gets_the_id_only_after_a_forget(store: SqliteStore) -> None:
+    """It has other kernels, and those of the first one must outlive its long restart."""
+    readings = [(A, up("n1")), (B, up("n1")), (A, silent("n1")), (B, silent("n1")), (B, up("n1"))]
+    for address, reading in readings:
+        await store.apply_reading(address, reading)
+        for silent_address in store._silent_since:
+            store._silent_since[silent_address] -= sqlite_store.TAKEOVER_S
+        store._apply("n1")  # as the timer does
+        assert store._address_by_node == {"n1": A}
+    assert await store.forget(store._state.view.nodes["n1"])
     assert listed(store) == {"n1": READY_B, A: ("lost", A, REFUSED)}
+    with capture_logs() as logged:
+        await store.apply_reading(A, up("n1"))
+    assert [event["event"] for event in logged] == ["node.duplicate_id"]
+    assert listed(store)["n1"] == READY_B
 
 
 @pytest.mark.parametrize("reading", [up("n1"), NodeReading(node_id="n1", reason="unreadable: x")])
