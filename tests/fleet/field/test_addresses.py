@@ -1,5 +1,7 @@
 """Addresses of a fleet without etcd: a node is its id, wherever it answers."""
 
+import asyncio
+import threading
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
@@ -8,8 +10,10 @@ import pytest
 from structlog.testing import capture_logs
 
 from agentd_fleet.store import sqlite_store
+from agentd_fleet.store.route import KernelRoute
 from agentd_fleet.store.sqlite_store import SqliteStore
 from agentd_fleet.view.fleet_state import FleetState
+from agentd_fleet.view.fleet_view import Cordon
 from agentd_fleet.view.reports import NodeReading
 
 A, B = "unix:/a", "unix:/b"
@@ -160,3 +164,27 @@ async def test_address_of_a_node_in_the_file_is_listed_as_that_node(tmp_path: Pa
         {"n1": ("lost", A, REFUSED)},
         {"n1": ("lost", A, f"{A} is node n2 now"), "n2": READY_A},
     ]
+
+
+async def test_node_that_returns_during_its_forget_stays(store: SqliteStore) -> None:
+    """A forget may wait for another program's lock, and the node takes kernels meanwhile."""
+    for reading in (up("n1"), silent("n1")):
+        await store.apply_reading(A, reading)
+    cordon = Cordon("repair")
+    await store.set_cordon("n1", cordon)
+    route = KernelRoute(kernel_id="k1", node_id="n1", agent_id="main", request_hash="h", owner="o")
+    assert await store.put_route(route, 0)
+    is_locked = threading.Event()
+    holding = asyncio.create_task(store._transact(is_locked.wait))
+    forgetting = asyncio.create_task(store.forget(store._state.view.nodes["n1"]))
+    await asyncio.sleep(0)
+    await store.apply_reading(A, up("n1"))
+    is_locked.set()
+    await holding
+    assert not await forgetting
+    assert listed(store) == {"n1": READY_A}
+    assert store._state.view.nodes["n1"].cordon == cordon
+    assert await store.route("k1")
+    assert await store._transact(lambda: store._rows("SELECT node_id FROM cordons")) == [("n1",)]
+    await store._transact(partial(store._insert, store._unwritten))
+    assert await store._transact(lambda: store._rows("SELECT node_id FROM known")) == [("n1",)]

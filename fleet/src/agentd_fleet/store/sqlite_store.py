@@ -196,10 +196,8 @@ class SqliteStore:
 
     async def forget(self, node: FleetNode) -> bool:
         node_id = node.node_id
-        address = self._address_by_node.get(node_id)
-        if address is not None and address not in self._silent_since:
+        if not await self._transact(partial(self._delete_node, node_id)):
             return False
-        await self._transact(partial(self._delete_node, node_id))
         self._known_values.pop(node_id, None)
         self._address_by_node.pop(node_id, None)
         self._state.set_cordon(node_id, None)
@@ -207,14 +205,19 @@ class SqliteStore:
         self._apply(node_id)
         return True
 
-    def _delete_node(self, node_id: str) -> None:
-        """Delete a node and the routes to it."""
-        self._delete("known", node_id)
+    def _delete_node(self, node_id: str) -> bool:
+        """Delete a node and the routes to it, unless it answers once the file is locked."""
         self._execute("DELETE FROM cordons WHERE node_id = ?", node_id)
         for row in self._rows("SELECT kernel_id, value, revision FROM routes"):
             stored = self._try_parse_route(*row)
             if stored is not None and stored.route.node_id == node_id:
                 self._execute("DELETE FROM routes WHERE kernel_id = ?", stored.route.kernel_id)
+        address = self._address_by_node.get(node_id)
+        if address is not None and address not in self._silent_since:
+            self._connect().rollback()
+            return False
+        self._delete("known", node_id)
+        return True
 
     async def run(self) -> None:
         follows = (self._follow(address, client) for address, client in self._nodes)
