@@ -165,7 +165,8 @@ class Publisher:
         if node is not None and node.lease and not self._is_own_report(node.value):
             if known is not None and record is not None and record.rival != self._url:
                 rival_record = msgspec.json.encode(replace(record, rival=self._url))
-                await self._etcd.put_if(known.key, rival_record, expected=known.mod_revision)
+                with contextlib.suppress(EtcdRefused):  # then the owner does not learn of it
+                    await self._etcd.put_if(known.key, rival_record, expected=known.mod_revision)
             raise NodeIdTaken(_node_id_taken_reason(reading.node_id, node.value, self._url))
         self._pairs = {part: pair for part, pair in pairs.items() if pair is not None}
         if record is not None and record.rival:
