@@ -144,6 +144,24 @@ def test_an_outage_is_noticed_by_the_tenth_second() -> None:
     assert SILENCE_S + timeout_s + RETRY_S[1] < STALE_S < 10
 
 
+async def test_an_outage_ends_when_every_part_has_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not when the first one has, and others become stale a second later."""
+    followed = Followed(EtcdClient(EtcdCredentials(("http://127.0.0.1:1",))))
+    for part in etcd_store.PARTS:
+        followed.store._on_answer(part)
+    assert followed.is_live
+    followed.store._failures.update({"nodes/": "no answer", "free/": "no answer"})
+    assert followed.is_live
+    monkeypatch.setattr(etcd_store, "STALE_S", 0.0)
+    assert not followed.is_live
+    monkeypatch.setattr(etcd_store, "STALE_S", 1000.0)
+    for part, is_live in (("nodes/", False), ("free/", True)):
+        followed.store._on_answer(part)
+        assert followed.is_live == is_live
+
+
 async def test_a_store_without_an_answer_is_never_live(lines: list[Any]) -> None:
     refused = EtcdCredentials(("http://127.0.0.1:1",))
     async with following(EtcdClient(refused, timeout_s=TIMEOUT_S)) as followed:

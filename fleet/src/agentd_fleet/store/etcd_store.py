@@ -9,7 +9,6 @@ import random
 import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
-from operator import itemgetter
 
 import msgspec
 import structlog
@@ -73,7 +72,9 @@ class EtcdStore:
         self._answered_at = dict.fromkeys(PARTS, -math.inf)
         self._failures = dict.fromkeys(PARTS, "etcd has not answered yet")
         """The last error of each part since the last answer about it."""
+        self._is_stale = False
         self._is_lost = False
+        """Whether the log has said so."""
         self._revision = 0
         """The latest revision of the store that was seen."""
         self._listed = {part: asyncio.Event() for part in PARTS}
@@ -81,10 +82,12 @@ class EtcdStore:
         self._unreadable: set[tuple[str, int]] = set()
 
     def stale_reason(self) -> str:
-        part, answered_at = min(self._answered_at.items(), key=itemgetter(1))
-        if time.clock_gettime(time.CLOCK_BOOTTIME) < answered_at + STALE_S:
-            return ""
-        return self._failures[part] or "etcd does not answer"
+        failure = next(filter(None, self._failures.values()), "")
+        oldest_at = min(self._answered_at.values())
+        is_old = time.clock_gettime(time.CLOCK_BOOTTIME) >= oldest_at + STALE_S
+        # An outage ends when every part has answered, not when the first one has.
+        self._is_stale = is_old or (self._is_stale and bool(failure))
+        return (failure or "etcd does not answer") if self._is_stale else ""
 
     async def route(self, kernel_id: str) -> StoredRoute | None:
         pair = await self._etcd.get(fleet_key(self._prefix, "routes", kernel_id))
