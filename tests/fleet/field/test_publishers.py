@@ -4,17 +4,22 @@ A node's key in etcd has the revision at which it was created, so it tells wheth
 lost.
 """
 
+import asyncio
 import os
 import shutil
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
+from agentd_fleet.join.options import JoinOptions
+from agentd_fleet.join.publisher import Publisher
 from agentd_fleet.store.etcd_client import EtcdClient, KeyValue
 from agentd_fleet.store.etcd_transport import EtcdCredentials
-from agentd_fleet.view.reports import KnownNode, NodeReport
+from agentd_fleet.view.reports import KnownNode, NodeReading, NodeReport
 from end_to_end.fleet.etcd_server import EtcdServers
 from end_to_end.fleet.fleet_world import Program, World
 from support.waiting import until
@@ -64,6 +69,29 @@ class JoinedNode:
             return pair is not None and text in msgspec.json.decode(pair.value)["url"]
 
         await until(is_there, within_s=WITHIN_S)
+
+
+READING = NodeReading(node_id="n-in-process", version="1")
+
+
+def node_key(part: str, reading: NodeReading = READING) -> str:
+    return f"/agentd/main/{part}/{reading.node_id}"
+
+
+@asynccontextmanager
+async def publishing(
+    etcd: EtcdClient, url: str, install_id: str = "i@1:1", lease: int = 30
+) -> AsyncIterator[Publisher]:
+    """Run a publisher in this process."""
+    options = JoinOptions(name="main", etcd=(), socket="", url=url, lease=lease, state_dir="")
+    publisher = Publisher(etcd, options, install_id, "boot")
+    await publisher.set_reading(READING)
+    running = asyncio.create_task(publisher.run())
+    try:
+        yield publisher
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
 
 async def delete(joined: JoinedNode, etcd: EtcdClient, part: str) -> None:
@@ -166,6 +194,22 @@ async def test_clone_gets_the_id_after_the_lease(world: World, etcd: EtcdClient)
     assert (await joined.report())[0].url == clone_address
     await second.stop()
     await joined.until_url_has(own_address)
+
+
+@pytest.mark.parametrize("part", ["nodes", "free"])
+async def test_clone_waits_for_the_lease_of_either_key(etcd: EtcdClient, part: str) -> None:
+    async with publishing(etcd, "unix:/first", lease=9):
+        await until(lambda: etcd.get(node_key("free")))
+        await etcd.delete(node_key(part))
+        with capture_logs() as lines:
+            async with publishing(etcd, "unix:/clone", "i@1:2"):
+                line = (await until(lambda: lines))[0]
+                assert line["event"] == "node.publish_failed"
+                assert "is taken by unix:/first; this one is at unix:/clone" in line["reason"]
+                await until(lambda: etcd.get(node_key(part)))
+    report = await etcd.get(node_key("nodes"))
+    assert report is not None
+    assert msgspec.json.decode(report.value)["url"] == "unix:/first"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])

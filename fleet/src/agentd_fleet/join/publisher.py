@@ -18,6 +18,7 @@ import signal
 import sys
 import uuid
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import structlog
@@ -47,6 +48,7 @@ from agentd_fleet.view.reports import (
 )
 
 log = structlog.get_logger()
+T = TypeVar("T")
 
 FREE_PAUSE_S = 1.0
 """Minimum seconds between two reports of free amounts."""
@@ -156,18 +158,22 @@ class Publisher:
         """Read the node's keys.
 
         Raises:
-            NodeIdTaken: another publisher has the node id, until its lease has ended. A key without
-                a lease vouches for nobody.
+            NodeIdTaken: another publisher has the node id, until the lease of its keys has ended. A
+                key without a lease vouches for nobody.
         """
         pairs = {part: await self._read_key(part, reading) for part in PARTS}
-        node, known = pairs["nodes"], pairs["known"]
-        record = _parse_record(known)
-        if node is not None and node.lease and not self._is_own_report(node.value):
+        node, free, known = pairs.values()
+        report, record = _parse(node, NodeReport), _parse(known, KnownNode)
+        leases = {pair.lease for pair in (node, free) if pair is not None}
+        if leases - {0, self._lease} and not self._is_own(report):
             if known is not None and record is not None and record.rival != self._url:
                 rival_record = msgspec.json.encode(replace(record, rival=self._url))
                 with contextlib.suppress(EtcdRefused):  # then the owner does not learn of it
                     await self._etcd.put_if(known.key, rival_record, expected=known.mod_revision)
-            raise NodeIdTaken(_node_id_taken_reason(reading.node_id, node.value, self._url))
+            owner = report or record
+            raise NodeIdTaken(
+                _node_id_taken_reason(reading.node_id, owner.url if owner else "", self._url)
+            )
         self._pairs = {part: pair for part, pair in pairs.items() if pair is not None}
         if record is not None and record.rival:
             self._rival = record.rival
@@ -182,10 +188,8 @@ class Publisher:
             self._on_record_refused(reading, error)
             return None
 
-    def _is_own_report(self, value: bytes) -> bool:
-        try:
-            report = msgspec.json.decode(value, type=NodeReport)
-        except UNREADABLE:
+    def _is_own(self, report: NodeReport | None) -> bool:
+        if report is None:
             return False
         older_id = self._install_id.partition("@")[0]  # a publisher of an older version wrote it
         return report.boot_id == self._boot_id and report.install_id in (self._install_id, older_id)
@@ -269,20 +273,16 @@ class Publisher:
         return fleet_key(fleet_prefix(self._options.name), part, reading.node_id)
 
 
-def _parse_record(pair: KeyValue | None) -> KnownNode | None:
+def _parse(pair: KeyValue | None, form: type[T]) -> T | None:
     try:
-        return None if pair is None else msgspec.json.decode(pair.value, type=KnownNode)
+        return None if pair is None else msgspec.json.decode(pair.value, type=form)
     except UNREADABLE:
         return None
 
 
-def _node_id_taken_reason(node_id: str, value: bytes, own_url: str) -> str:
-    try:
-        owner = msgspec.json.decode(value, type=NodeReport).url or "an unknown address"
-    except UNREADABLE:
-        owner = "an unreadable report"
+def _node_id_taken_reason(node_id: str, url: str, own_url: str) -> str:
     return (
-        f"node id {node_id} is taken by {owner}; this one is at {own_url}."
+        f"node id {node_id} is taken by {url or 'an unknown address'}; this one is at {own_url}."
         " If that was this host before a reboot or reinstallation, the id is free in a few seconds;"
         " otherwise end one of the two publishers, or change one of the ids"
     )
