@@ -212,6 +212,27 @@ async def test_clone_waits_for_the_lease_of_either_key(etcd: EtcdClient, part: s
     assert msgspec.json.decode(report.value)["url"] == "unix:/first"
 
 
+@pytest.mark.parametrize("call", ["get", "grant", "put_if", "keep_alive"])
+async def test_renamed_node_has_its_new_id_alone(
+    etcd: EtcdClient, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """The name changes while the publisher waits for an answer of etcd."""
+    renamed = msgspec.structs.replace(READING, node_id="n-renamed")
+    original, original_get = getattr(etcd, call), etcd.get
+    async with publishing(etcd, "unix:/there", lease=2) as publisher:
+
+        async def answer(*args: object, **options: object) -> object:
+            answer = await original(*args, **options)
+            await publisher.set_reading(renamed)
+            return answer
+
+        monkeypatch.setattr(etcd, call, answer)
+        for part in ("nodes", "free", "known"):
+            await until(lambda part=part: original_get(node_key(part, renamed)))
+        await until(lambda: original_get(node_key("nodes")), None)
+        await until(lambda: original_get(node_key("free")), None)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 async def test_restarted_publisher_keeps_the_node(
     world: World, etcd: EtcdClient, number: signal.Signals

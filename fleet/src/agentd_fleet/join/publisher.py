@@ -99,8 +99,6 @@ class Publisher:
         if not reading.node_id:  # it has not answered yet
             self._status.show(f"not in the fleet: {self._options.socket}: {reading.reason}")
             return
-        if self._reading is not None and reading.node_id != self._reading.node_id:
-            self._lease, self._pairs = 0, {}  # those of the other id end with their lease
         self._reading = reading
         self._changed.set()
 
@@ -110,11 +108,14 @@ class Publisher:
         loop = asyncio.get_running_loop()
         pause_s = min(self._options.lease / 5, MAX_RETRY_S)
         await self._changed.wait()
+        node_id = ""
         while True:
             await wait_event(self._changed, max(self._renew_at - loop.time(), 0.01))
             self._changed.clear()
             if (reading := self._reading) is None:
                 continue
+            if reading.node_id != node_id:  # the keys of the other id end with their lease
+                node_id, self._lease, self._pairs = reading.node_id, 0, {}
             try:
                 if loop.time() >= self._renew_at:
                     await self._renew(reading)
