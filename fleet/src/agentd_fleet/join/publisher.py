@@ -133,6 +133,10 @@ class Publisher:
             else:
                 self._status.published(reading.node_id, self._options.name, self._rival)
 
+    def has_failed(self) -> bool:
+        """Return whether the last attempt to publish has failed, or none has succeeded yet."""
+        return not self._pairs
+
     async def hand_over(self) -> None:
         """Give the next publisher of this install a whole lease to take the node id over."""
         if self._lease and self._pairs:
@@ -330,8 +334,7 @@ async def publish(options: JoinOptions) -> None:
     if signal.SIGHUP in early_signals:
         hangup.set()
     credentials = JoinCredentials(options)
-    etcd_client = EtcdClient(options.to_credentials(), read_again=credentials.read_again)
-    async with etcd_client as etcd:
+    async with EtcdClient(options.to_credentials()) as etcd:
         publisher = Publisher(etcd, options, lock_install_id(Path(options.state_dir)), boot_id())
         async with AsyncClient(options.socket, timeout_s=5.0, max_bytes=MAX_ANSWER) as client:
             failures: list[str] = []
@@ -342,7 +345,7 @@ async def publish(options: JoinOptions) -> None:
 
             background = Background(fail)
             background.run("credentials", credentials.log_daily())
-            background.run("reload", credentials.run(hangup, etcd))
+            background.run("reload", credentials.run(hangup, etcd, publisher.has_failed))
             background.run("publisher", publisher.run())
             background.run(
                 "reader", NodeReader(options.socket, client, publisher.set_reading).run()
