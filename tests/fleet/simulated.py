@@ -132,6 +132,8 @@ class SimulatedNodes:
         self.room = dict.fromkeys(NODES, 100)
         self.frozen: set[str] = set()
         self.losing = 0.0
+        self.pull_s = 0.0
+        """Seconds that a create takes."""
         self.failing: dict[str, str] = {}
         """Codes with which nodes refuse every create, although a dry run has succeeded."""
         self.scope = ""
@@ -146,7 +148,8 @@ class SimulatedNodes:
 
     async def asked_for(self, node: str, method: str, path: str, body: bytes | None) -> NodeAnswer:
         """Return the answer of a node, if it does not freeze."""
-        await asyncio.sleep(self.rng.expovariate(100))
+        is_create = method == "POST" and "dry_run" not in path
+        await asyncio.sleep(self.rng.expovariate(100) + self.pull_s * is_create)
         while node in self.frozen:
             await asyncio.sleep(0.1)
         self.asked.append((node, method, path))
@@ -216,7 +219,8 @@ class SimulatedCalls:
         body: bytes | None = None,
         headers: Any = None,
         patience_s: float = 30.0,
-        unheard_s: float = 30.0,
+        unheard_s: float = 3.0,
+        unreachable_s: float = 3.0,
     ) -> NodeAnswer:
         del caller, headers
         name = node.node_id
@@ -224,6 +228,8 @@ class SimulatedCalls:
             await asyncio.sleep(3)
             self.state.set_unreachable(name, "dropped")
             raise NodeNotCalled(f"{name} cannot be reached")
+        if name in self.state.unreachable:
+            patience_s = min(patience_s, unreachable_s)
         try:
             async with self.state.call_timeout(name, patience_s, unheard_s):
                 is_large = body is not None
@@ -234,6 +240,7 @@ class SimulatedCalls:
             self.state.set_unreachable(name, "silent")
             raise NodeAnswerLost(f"{name} does not answer") from None
         if self.nodes.rng.random() < self.nodes.losing:
+            self.state.set_unreachable(name, "lost")
             raise NodeAnswerLost(f"{name}: the answer is lost")
         self.state.set_unreachable(name, "")
         return answer

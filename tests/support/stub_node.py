@@ -10,7 +10,12 @@ from aiohttp import web
 
 AMOUNTS = {"capacity": "8", "allocated": "0", "free": "8"}
 NODE_PAGES: dict[str, Any] = {
-    "/v1/node": {"id": "n1", "version": "1.0", "generation": 1},
+    "/v1/node": {
+        "id": "n1",
+        "version": "1.0",
+        "generation": 1,
+        "runtime": {"name": "process", "state": "available", "reason": ""},
+    },
     "/v1/slot-types": [
         {"name": "cpu", "kind": "count", "quantum": "1", "exclusive_group": None, "unit": "core"}
     ],

@@ -129,6 +129,18 @@ def test_search_asks_each_node_once_when_none_can_be_used(monkeypatch: Any) -> N
     run(1, story, monkeypatch)
 
 
+def test_create_whose_connection_is_cut_waits_for_its_pull(monkeypatch: Any) -> None:
+    async def story(fleet: Fleet) -> None:
+        fleet.nodes.pull_s, fleet.nodes.losing = 6.0, 1.0
+        creating = asyncio.create_task(fleet.one.create("k1"))
+        await asyncio.sleep(7)
+        assert fleet.one.state.unreachable
+        fleet.nodes.losing = 0.0
+        assert (await creating)[0] == 200
+
+    run(1, story, monkeypatch)
+
+
 UNANSWERED = {
     "packets are dropped": lambda fleet: fleet.nodes.dropping.add("n1"),
     "it accepts and never answers": lambda fleet: fleet.nodes.silent.add("n1"),

@@ -134,10 +134,12 @@ class Nodes:
         headers: Mapping[str, str] | None = None,
         patience_s: float = CALL_TIMEOUT_S,
         unheard_s: float = ANSWER_TIMEOUT_S,
+        unreachable_s: float = ANSWER_TIMEOUT_S,
     ) -> NodeAnswer:
         """Call a node and return its answer, even a problem.
 
-        The call takes at most `patience_s`, and `unheard_s` if the node is known not to answer.
+        The call takes at most `patience_s`, `unheard_s` once the node is not ready, and
+        `unreachable_s` if this gateway's last call to it failed.
 
         Raises:
             NodeNotCalled: no connection could be made.
@@ -145,7 +147,10 @@ class Nodes:
         """
         opening = self.open_response(node, caller, method, path, body=body, headers=headers)
         try:
-            async with self.call_timeout(node, patience_s, unheard_s), opening as response:
+            async with (
+                self.call_timeout(node, patience_s, unheard_s, unreachable_s),
+                opening as response,
+            ):
                 content = await _read_body(node, response)
         except (aiohttp.ClientError, OSError) as error:
             raise self._failed(node, NodeAnswerLost, _reason(error), SILENT) from None
@@ -190,13 +195,19 @@ class Nodes:
             raise self._failed(node, kind, _reason(error), SILENT) from None
 
     def call_timeout(
-        self, node: FleetNode, patience_s: float, unheard_s: float = ANSWER_TIMEOUT_S
+        self,
+        node: FleetNode,
+        patience_s: float,
+        unheard_s: float = ANSWER_TIMEOUT_S,
+        unreachable_s: float = ANSWER_TIMEOUT_S,
     ) -> AbstractAsyncContextManager[None]:
-        """Limit a call to `patience_s`, or `unheard_s` if the node is known not to answer.
+        """Limit a call as described at `call`.
 
         Raises:
             TimeoutError: the call took longer.
         """
+        if node.node_id in self._state.unreachable:
+            patience_s = min(patience_s, unreachable_s)
         return self._state.call_timeout(node.node_id, patience_s, unheard_s)
 
     @asynccontextmanager

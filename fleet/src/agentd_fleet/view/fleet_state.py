@@ -177,9 +177,7 @@ class FleetState:
     async def call_timeout(
         self, node_id: str, limit_s: float, unheard_s: float
     ) -> AsyncIterator[None]:
-        """Limit a call to a node to `limit_s`, or `unheard_s` if it is known not to answer.
-
-        That holds for a node that is unreachable as well, but not for calls that began before.
+        """Limit a call to a node to `limit_s`, and to `unheard_s` while the node is not ready.
 
         Raises:
             TimeoutError: the call took longer.
@@ -194,7 +192,7 @@ class FleetState:
         async with asyncio.timeout_at(deadline) as timeout:
             callbacks = self._shorten_callbacks.setdefault(node_id, set())
             callbacks.add(shorten)
-            if node is None or not node.is_answering:
+            if node is None or node.status is not NodeStatus.READY:
                 shorten()
             try:
                 yield
