@@ -194,10 +194,8 @@ class Publisher:
             return None
 
     def _is_own(self, report: NodeReport | None) -> bool:
-        if report is None:
-            return False
-        older_id = self._install_id.partition("@")[0]  # a publisher of an older version wrote it
-        return report.boot_id == self._boot_id and report.install_id in (self._install_id, older_id)
+        own = (self._install_id, self._boot_id)
+        return report is not None and (report.install_id, report.boot_id) == own
 
     async def _publish(self, reading: NodeReading) -> None:
         """Write what differs in etcd, under a lease."""
