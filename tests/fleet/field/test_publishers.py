@@ -128,6 +128,19 @@ async def test_keys_are_written_again(
     assert ("node.keys_deleted" in joined.publisher.log) == (damage is delete)
 
 
+@pytest.mark.parametrize("part", ["nodes", "free", "known"])
+async def test_keys_are_written_again_while_the_daemon_is_down(etcd: EtcdClient, part: str) -> None:
+    down = msgspec.structs.replace(READING, reason="unreachable: no answer", is_down=True)
+    async with publishing(etcd, "unix:/there", lease=2) as publisher:
+        await until(lambda: etcd.get(node_key("free")))
+        await publisher.set_reading(down)
+        await until(
+            lambda: etcd.get(node_key("nodes")), lambda pair: pair and b"no answer" in pair.value
+        )
+        await etcd.delete(node_key(part))
+        await until(lambda: etcd.get(node_key(part)))
+
+
 async def test_emptied_store_has_the_node_again(world: World, etcd: EtcdClient) -> None:
     joined = await JoinedNode.started(world, etcd)
     assert world.etcd is not None

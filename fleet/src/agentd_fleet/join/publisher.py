@@ -214,7 +214,8 @@ class Publisher:
         report, free = self._encode_report(reading), msgspec.json.encode(reading.free)
         if not await self._write("nodes", reading, report, self._lease):
             return False
-        if not (reading.reason or self._is_record_refused) and not await self._record(reading):
+        is_recorded = reading.version and not self._is_record_refused  # never read: no slots yet
+        if is_recorded and not await self._record(reading):
             return False
         loop = asyncio.get_running_loop()
         if self._is_written("free", free, self._lease):
