@@ -201,12 +201,12 @@ class GatewayCredentials:
         """Log weak credentials once a day, forever."""
         await self._weaknesses.log_daily()
 
-    async def read_again(self) -> EtcdCredentials | None:
-        """Read the own credentials again, because they are refused; None if they are unusable."""
-        own, is_usable = self.own, await self._apply(*self._own_parts)
+    async def read_again(self) -> None:
+        """Read the own credentials again, because they may be refused."""
+        own = self.own
+        await self._apply(*self._own_parts)
         if self.own is not own:
             await self._log_weaknesses()
-        return self.own.etcd if is_usable else None
 
     async def _read_all(self, server: Server, *, is_asked: bool) -> bool:
         """Read all credentials, and the settings if asked; return whether all are in force."""

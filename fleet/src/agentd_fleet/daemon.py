@@ -140,8 +140,7 @@ class GatewayDaemon:
     ) -> Store:
         fleet, own = self._settings.fleet, credentials.own
         if fleet.etcd:
-            client = EtcdClient(own.etcd, read_again=credentials.read_again)
-            etcd = await stack.enter_async_context(client)
+            etcd = await stack.enter_async_context(EtcdClient(own.etcd))
             credentials.subscribe(lambda own: etcd.replace_credentials(own.etcd))
             return EtcdStore(etcd, fleet.name, state)
         if not fleet.nodes:

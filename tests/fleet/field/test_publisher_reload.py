@@ -56,10 +56,15 @@ async def until_updated(world: World, etcd: EtcdClient, node: str) -> KeyValue:
 
 
 @pytest.mark.parametrize("is_asked", [True, False], ids=["after a hangup", "when refused"])
-async def test_new_password_is_used(world: World, *, is_asked: bool) -> None:
+async def test_new_password_is_used(world: World, folder: Path, *, is_asked: bool) -> None:
+    """Reading it takes longer than a third of the deadline of a call, with three endpoints."""
     servers, node, client = await start_with_users(world)
+    endpoints = [(await world.proxy(servers.endpoints[0])).endpoint for _ in range(3)]
+    (folder / "sitecustomize.py").write_text("import time\ntime.sleep(1.5)\n")
+    slow = {"PYTHONPATH": str(folder)}
+    table = world.kept_as(node, OLD, endpoints=endpoints)
     async with client as etcd:
-        publisher = world.join(node, lease=30, kept_in=world.kept_as(node, OLD))
+        publisher = world.join(node, lease=30, kept_in=table, environ=slow)
         await until(lambda: free_key(etcd, node))
         await servers.change_password(node, NEW)
         world.kept_as(node, NEW)

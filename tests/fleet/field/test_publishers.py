@@ -4,17 +4,22 @@ A node's key in etcd has the revision at which it was created, so it tells wheth
 lost.
 """
 
+import asyncio
 import os
 import shutil
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
+from agentd_fleet.join.options import JoinOptions
+from agentd_fleet.join.publisher import Publisher
 from agentd_fleet.store.etcd_client import EtcdClient, KeyValue
 from agentd_fleet.store.etcd_transport import EtcdCredentials
-from agentd_fleet.view.reports import KnownNode, NodeReport
+from agentd_fleet.view.reports import KnownNode, NodeReading, NodeReport
 from end_to_end.fleet.etcd_server import EtcdServers
 from end_to_end.fleet.fleet_world import Program, World
 from support.waiting import until
@@ -66,6 +71,29 @@ class JoinedNode:
         await until(is_there, within_s=WITHIN_S)
 
 
+READING = NodeReading(node_id="n-in-process", version="1")
+
+
+def node_key(part: str, reading: NodeReading = READING) -> str:
+    return f"/agentd/main/{part}/{reading.node_id}"
+
+
+@asynccontextmanager
+async def publishing(
+    etcd: EtcdClient, url: str, install_id: str = "i@1:1", lease: int = 30
+) -> AsyncIterator[Publisher]:
+    """Run a publisher in this process."""
+    options = JoinOptions(name="main", etcd=(), socket="", url=url, lease=lease, state_dir="")
+    publisher = Publisher(etcd, options, install_id, "boot")
+    await publisher.set_reading(READING)
+    running = asyncio.create_task(publisher.run())
+    try:
+        yield publisher
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
 async def delete(joined: JoinedNode, etcd: EtcdClient, part: str) -> None:
     await etcd.delete(joined.key(part))
 
@@ -98,6 +126,19 @@ async def test_keys_are_written_again(
 
     await until(is_restored)
     assert ("node.keys_deleted" in joined.publisher.log) == (damage is delete)
+
+
+@pytest.mark.parametrize("part", ["nodes", "free", "known"])
+async def test_keys_are_written_again_while_the_daemon_is_down(etcd: EtcdClient, part: str) -> None:
+    down = msgspec.structs.replace(READING, reason="unreachable: no answer", is_down=True)
+    async with publishing(etcd, "unix:/there", lease=2) as publisher:
+        await until(lambda: etcd.get(node_key("free")))
+        await publisher.set_reading(down)
+        await until(
+            lambda: etcd.get(node_key("nodes")), lambda pair: pair and b"no answer" in pair.value
+        )
+        await etcd.delete(node_key(part))
+        await until(lambda: etcd.get(node_key(part)))
 
 
 async def test_emptied_store_has_the_node_again(world: World, etcd: EtcdClient) -> None:
@@ -168,6 +209,43 @@ async def test_clone_gets_the_id_after_the_lease(world: World, etcd: EtcdClient)
     await joined.until_url_has(own_address)
 
 
+@pytest.mark.parametrize("part", ["nodes", "free"])
+async def test_clone_waits_for_the_lease_of_either_key(etcd: EtcdClient, part: str) -> None:
+    async with publishing(etcd, "unix:/first", lease=9):
+        await until(lambda: etcd.get(node_key("free")))
+        await etcd.delete(node_key(part))
+        with capture_logs() as lines:
+            async with publishing(etcd, "unix:/clone", "i@1:2"):
+                line = (await until(lambda: lines))[0]
+                assert line["event"] == "node.publish_failed"
+                assert "is taken by unix:/first; this one is at unix:/clone" in line["reason"]
+                await until(lambda: etcd.get(node_key(part)))
+    report = await etcd.get(node_key("nodes"))
+    assert report is not None
+    assert msgspec.json.decode(report.value)["url"] == "unix:/first"
+
+
+@pytest.mark.parametrize("call", ["get", "grant", "put_if", "keep_alive"])
+async def test_renamed_node_has_its_new_id_alone(
+    etcd: EtcdClient, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """The name changes while the publisher waits for an answer of etcd."""
+    renamed = msgspec.structs.replace(READING, node_id="n-renamed")
+    original, original_get = getattr(etcd, call), etcd.get
+    async with publishing(etcd, "unix:/there", lease=2) as publisher:
+
+        async def answer(*args: object, **options: object) -> object:
+            answer = await original(*args, **options)
+            await publisher.set_reading(renamed)
+            return answer
+
+        monkeypatch.setattr(etcd, call, answer)
+        for part in ("nodes", "free", "known"):
+            await until(lambda part=part: original_get(node_key(part, renamed)))
+        await until(lambda: original_get(node_key("nodes")), None)
+        await until(lambda: original_get(node_key("free")), None)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 async def test_restarted_publisher_keeps_the_node(
     world: World, etcd: EtcdClient, number: signal.Signals
@@ -183,15 +261,20 @@ async def test_restarted_publisher_keeps_the_node(
     assert "is taken by" not in joined.publisher.log
 
 
-async def test_publisher_of_an_older_version_is_succeeded(world: World, etcd: EtcdClient) -> None:
-    joined = await JoinedNode.started(world, etcd, lease=30)
-    report, pair = await joined.report()
+async def test_publisher_of_an_older_version_is_not_replaced(
+    world: World, etcd: EtcdClient
+) -> None:
+    """Its report does not tell it from a clone's, so its lease has to end."""
+    joined = await JoinedNode.started(world, etcd)
+    report, _ = await joined.report()
     await joined.publisher.stop()
     older = msgspec.structs.replace(report, install_id=report.install_id.partition("@")[0])
-    await etcd.put(pair.key, msgspec.json.encode(older), lease=pair.lease)
+    lease = await etcd.grant(600)
+    await etcd.put(joined.key("nodes"), msgspec.json.encode(older), lease=lease)
     joined.publisher.start()
+    await joined.publisher.until_logged("is taken by")
+    await etcd.delete(joined.key("nodes"))
     await joined.publisher.until_logged("node.published", 2)
-    assert "is taken by" not in joined.publisher.log
 
 
 async def test_copied_state_is_another_install(world: World, etcd: EtcdClient) -> None:

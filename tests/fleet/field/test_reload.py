@@ -246,7 +246,8 @@ async def test_renewed_client_pair_is_used_for_nodes(world: World) -> None:
     assert proxy.seen[-1] == ssl.PEM_cert_to_DER_cert(following[0].read_text())
 
 
-async def test_password_of_etcd_is_read_again_after_a_hangup(world: World) -> None:
+@pytest.mark.parametrize("is_asked", [True, False], ids=["after a hangup", "when refused"])
+async def test_password_of_etcd_is_read_again(world: World, *, is_asked: bool) -> None:
     servers = await world.start_etcd(is_own=True)
     await servers.require_logins("root", gate=("/agentd/main/",))
     gateway = world.gateway(world.kept_as("gate", "root"))
@@ -254,8 +255,9 @@ async def test_password_of_etcd_is_read_again_after_a_hangup(world: World) -> No
     await until(lambda: gateway.call("GET", "/readyz"), lambda answer: answer.status == 200)
     await servers.change_password("gate", "new")
     world.kept_as("gate", "new")
-    hang_up(gateway)
-    await gateway.until_logged("credential.replaced")
+    if is_asked:
+        hang_up(gateway)
+    await until(lambda: gateway.log, lambda log: "credential.replaced" in log, within_s=60)
     await until(lambda: gateway.call("GET", "/readyz"), lambda answer: answer.status == 200)
     assert (await gateway.create()).json["code"] == "UnknownAgent"
 

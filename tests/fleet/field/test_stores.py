@@ -17,7 +17,12 @@ from agentd.client.tls import client_tls
 from agentd_fleet.store import etcd_store, etcd_transport
 from agentd_fleet.store.etcd_client import Change, EtcdClient
 from agentd_fleet.store.etcd_store import RETRY_S, SILENCE_S, STALE_S, EtcdStore
-from agentd_fleet.store.etcd_transport import EtcdCredentials, EtcdRefused, WatchStream
+from agentd_fleet.store.etcd_transport import (
+    EtcdCredentials,
+    EtcdRefused,
+    EtcdUnavailable,
+    WatchStream,
+)
 from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import NodeStatus
 from end_to_end.fleet.etcd_server import EtcdServers
@@ -391,44 +396,6 @@ async def test_a_user_that_is_deleted_and_made_again_is_no_restart(
     assert [line["event"] for line in lines] == ["store.lost", "store.recovered"]
 
 
-class Credentials:
-    """Credentials that an operator replaces, as a client reads them again."""
-
-    def __init__(self, endpoints: tuple[str, ...], user: str, password: str) -> None:
-        self.current: EtcdCredentials | None = EtcdCredentials(endpoints, user, password)
-        self.reads = 0
-
-    async def read(self) -> EtcdCredentials | None:
-        self.reads += 1
-        return self.current
-
-
-async def test_a_changed_password_is_read_again_when_refused(
-    tmp_path: Path, running: list[EtcdServers], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(etcd_transport, "LOGIN_PAUSE_S", 0.0)
-    running.append(EtcdServers(tmp_path / "etcd", is_signed=True))
-    servers = running[0]
-    await servers.start()
-    await servers.require_logins("old", a=(PREFIX,))
-    credentials = Credentials(servers.endpoints, "a", "old")
-    assert credentials.current is not None
-    async with EtcdClient(credentials.current, read_again=credentials.read) as etcd:
-        await publish(etcd, 1)
-        await servers.change_password("a", "new")
-        for current in (credentials.current, None):  # not written yet, and unusable
-            credentials.current = current
-            with pytest.raises(EtcdRefused, match="invalid user ID or password"):
-                await publish(etcd, 1)
-        assert credentials.reads == 2
-        credentials.current = EtcdCredentials(servers.endpoints, "a", "new")
-        await publish(etcd, 1)
-        await servers.change_password("a", "newer")
-        etcd.replace_credentials(EtcdCredentials(servers.endpoints, "a", "newer"))
-        await publish(etcd, 1)
-        assert credentials.reads == 3
-
-
 async def test_a_refused_login_does_not_delay_a_replaced_one(
     mortal: EtcdServers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -465,15 +432,15 @@ def tls(tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("client", ["with an expired certificate", "with another authority"])
-async def test_a_refused_certificate_is_read_again(
+async def test_a_refused_certificate_can_be_replaced(
     mortal: EtcdServers, tls: dict[str, Any], client: str
 ) -> None:
     proxy = Proxy(mortal.endpoints[0], tls["server"])
     await proxy.start()
-    credentials = Credentials((proxy.endpoint,), "", "")
-    refused = EtcdCredentials((proxy.endpoint,), tls=tls[client])
-    credentials.current = EtcdCredentials((proxy.endpoint,), tls=tls["valid"])
-    async with following(EtcdClient(refused, read_again=credentials.read)) as followed:
+    etcd = EtcdClient(EtcdCredentials((proxy.endpoint,), tls=tls[client]))
+    async with following(etcd) as followed:
+        with pytest.raises(EtcdUnavailable):
+            await publish(etcd, 1)
+        etcd.replace_credentials(EtcdCredentials((proxy.endpoint,), tls=tls["valid"]))
         await followed.until_live()
-    assert credentials.reads == 1
     await proxy.stop()

@@ -10,6 +10,7 @@ import asyncio
 import os
 import random
 import ssl
+from collections.abc import Callable
 from functools import partial
 from subprocess import DEVNULL, PIPE
 
@@ -17,13 +18,18 @@ import msgspec
 import structlog
 
 from agentd.client.tls import client_tls
-from agentd.concurrency import call_in_time
+from agentd.concurrency import call_in_time, wait_event
 from agentd.program.process import python_command
 from agentd.program.weaknesses import Weakness, Weaknesses
 from agentd_fleet.store.etcd_client import EtcdClient
 from agentd_fleet.store.etcd_transport import EtcdCredentials
 
 log = structlog.get_logger()
+
+LOOK_S = 1.0
+"""Seconds after which a publisher that cannot write looks for changed files of credentials."""
+RETRY_S = 10.0
+"""Seconds after which it reads changed files again that were unusable: each time is a process."""
 
 
 class JoinOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,20 +99,31 @@ class JoinCredentials:
         """Log weak credentials once a day, forever."""
         await self._weaknesses.log_daily()
 
-    async def run(self, hangup: asyncio.Event, etcd: EtcdClient) -> None:
-        """Read the credentials again after each hangup."""
-        while await hangup.wait():
-            hangup.clear()
-            self._refusal = ""
-            if (credentials := await self._read()) is not None:
-                etcd.replace_credentials(credentials)
-                log.info("publisher.reloaded")
+    async def run(
+        self, hangup: asyncio.Event, etcd: EtcdClient, may_be_refused: Callable[[], bool]
+    ) -> None:
+        """Read the credentials again after each hangup, and changed files while they are refused.
 
-    async def read_again(self) -> EtcdCredentials | None:
-        """Read the credentials again if a file of theirs has changed, because they are refused."""
-        if await asyncio.to_thread(self._options.read_times) == self._options.changed_at:
-            return None
-        return await self._read()
+        It is not part of a call of etcd, because it takes longer than that.
+        """
+        pause_s = LOOK_S
+        while True:
+            is_asked = await wait_event(hangup, pause_s)
+            hangup.clear()
+            if is_asked:
+                self._refusal = ""
+            elif not (may_be_refused() and await self._have_changed()):
+                continue
+            credentials = await self._read()
+            pause_s = RETRY_S if credentials is None else LOOK_S
+            if credentials is not None:
+                etcd.replace_credentials(credentials)
+                if is_asked:
+                    log.info("publisher.reloaded")
+
+    async def _have_changed(self) -> bool:
+        times = await asyncio.to_thread(self._options.read_times)
+        return times != self._options.changed_at
 
     async def _read(self) -> EtcdCredentials | None:
         """Read the settings again; None if they are unusable, and the old ones stay in force."""

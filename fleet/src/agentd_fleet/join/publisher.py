@@ -18,6 +18,7 @@ import signal
 import sys
 import uuid
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import structlog
@@ -47,6 +48,7 @@ from agentd_fleet.view.reports import (
 )
 
 log = structlog.get_logger()
+T = TypeVar("T")
 
 FREE_PAUSE_S = 1.0
 """Minimum seconds between two reports of free amounts."""
@@ -97,8 +99,6 @@ class Publisher:
         if not reading.node_id:  # it has not answered yet
             self._status.show(f"not in the fleet: {self._options.socket}: {reading.reason}")
             return
-        if self._reading is not None and reading.node_id != self._reading.node_id:
-            self._lease, self._pairs = 0, {}  # those of the other id end with their lease
         self._reading = reading
         self._changed.set()
 
@@ -108,11 +108,14 @@ class Publisher:
         loop = asyncio.get_running_loop()
         pause_s = min(self._options.lease / 5, MAX_RETRY_S)
         await self._changed.wait()
+        node_id = ""
         while True:
             await wait_event(self._changed, max(self._renew_at - loop.time(), 0.01))
             self._changed.clear()
             if (reading := self._reading) is None:
                 continue
+            if reading.node_id != node_id:  # the keys of the other id end with their lease
+                node_id, self._lease, self._pairs = reading.node_id, 0, {}
             try:
                 if loop.time() >= self._renew_at:
                     await self._renew(reading)
@@ -129,6 +132,10 @@ class Publisher:
                 await asyncio.sleep(random.uniform(0.2, pause_s))  # noqa: S311 - spreads the publishers
             else:
                 self._status.published(reading.node_id, self._options.name, self._rival)
+
+    def has_failed(self) -> bool:
+        """Return whether the last attempt to publish has failed, or none has succeeded yet."""
+        return not self._pairs
 
     async def hand_over(self) -> None:
         """Give the next publisher of this install a whole lease to take the node id over."""
@@ -156,18 +163,22 @@ class Publisher:
         """Read the node's keys.
 
         Raises:
-            NodeIdTaken: another publisher has the node id, until its lease has ended. A key without
-                a lease vouches for nobody.
+            NodeIdTaken: another publisher has the node id, until the lease of its keys has ended. A
+                key without a lease vouches for nobody.
         """
         pairs = {part: await self._read_key(part, reading) for part in PARTS}
-        node, known = pairs["nodes"], pairs["known"]
-        record = _parse_record(known)
-        if node is not None and node.lease and not self._is_own_report(node.value):
+        node, free, known = pairs.values()
+        report, record = _parse(node, NodeReport), _parse(known, KnownNode)
+        leases = {pair.lease for pair in (node, free) if pair is not None}
+        if leases - {0, self._lease} and not self._is_own(report):
             if known is not None and record is not None and record.rival != self._url:
                 rival_record = msgspec.json.encode(replace(record, rival=self._url))
                 with contextlib.suppress(EtcdRefused):  # then the owner does not learn of it
                     await self._etcd.put_if(known.key, rival_record, expected=known.mod_revision)
-            raise NodeIdTaken(_node_id_taken_reason(reading.node_id, node.value, self._url))
+            owner = report or record
+            raise NodeIdTaken(
+                _node_id_taken_reason(reading.node_id, owner.url if owner else "", self._url)
+            )
         self._pairs = {part: pair for part, pair in pairs.items() if pair is not None}
         if record is not None and record.rival:
             self._rival = record.rival
@@ -182,13 +193,9 @@ class Publisher:
             self._on_record_refused(reading, error)
             return None
 
-    def _is_own_report(self, value: bytes) -> bool:
-        try:
-            report = msgspec.json.decode(value, type=NodeReport)
-        except UNREADABLE:
-            return False
-        older_id = self._install_id.partition("@")[0]  # a publisher of an older version wrote it
-        return report.boot_id == self._boot_id and report.install_id in (self._install_id, older_id)
+    def _is_own(self, report: NodeReport | None) -> bool:
+        own = (self._install_id, self._boot_id)
+        return report is not None and (report.install_id, report.boot_id) == own
 
     async def _publish(self, reading: NodeReading) -> None:
         """Write what differs in etcd, under a lease."""
@@ -207,7 +214,8 @@ class Publisher:
         report, free = self._encode_report(reading), msgspec.json.encode(reading.free)
         if not await self._write("nodes", reading, report, self._lease):
             return False
-        if not (reading.reason or self._is_record_refused) and not await self._record(reading):
+        is_recorded = reading.version and not self._is_record_refused  # never read: no slots yet
+        if is_recorded and not await self._record(reading):
             return False
         loop = asyncio.get_running_loop()
         if self._is_written("free", free, self._lease):
@@ -269,20 +277,16 @@ class Publisher:
         return fleet_key(fleet_prefix(self._options.name), part, reading.node_id)
 
 
-def _parse_record(pair: KeyValue | None) -> KnownNode | None:
+def _parse(pair: KeyValue | None, form: type[T]) -> T | None:
     try:
-        return None if pair is None else msgspec.json.decode(pair.value, type=KnownNode)
+        return None if pair is None else msgspec.json.decode(pair.value, type=form)
     except UNREADABLE:
         return None
 
 
-def _node_id_taken_reason(node_id: str, value: bytes, own_url: str) -> str:
-    try:
-        owner = msgspec.json.decode(value, type=NodeReport).url or "an unknown address"
-    except UNREADABLE:
-        owner = "an unreadable report"
+def _node_id_taken_reason(node_id: str, url: str, own_url: str) -> str:
     return (
-        f"node id {node_id} is taken by {owner}; this one is at {own_url}."
+        f"node id {node_id} is taken by {url or 'an unknown address'}; this one is at {own_url}."
         " If that was this host before a reboot or reinstallation, the id is free in a few seconds;"
         " otherwise end one of the two publishers, or change one of the ids"
     )
@@ -329,8 +333,7 @@ async def publish(options: JoinOptions) -> None:
     if signal.SIGHUP in early_signals:
         hangup.set()
     credentials = JoinCredentials(options)
-    etcd_client = EtcdClient(options.to_credentials(), read_again=credentials.read_again)
-    async with etcd_client as etcd:
+    async with EtcdClient(options.to_credentials()) as etcd:
         publisher = Publisher(etcd, options, lock_install_id(Path(options.state_dir)), boot_id())
         async with AsyncClient(options.socket, timeout_s=5.0, max_bytes=MAX_ANSWER) as client:
             failures: list[str] = []
@@ -341,7 +344,7 @@ async def publish(options: JoinOptions) -> None:
 
             background = Background(fail)
             background.run("credentials", credentials.log_daily())
-            background.run("reload", credentials.run(hangup, etcd))
+            background.run("reload", credentials.run(hangup, etcd, publisher.has_failed))
             background.run("publisher", publisher.run())
             background.run(
                 "reader", NodeReader(options.socket, client, publisher.set_reading).run()

@@ -18,7 +18,6 @@ from agentd_fleet.store.etcd_transport import (
     EtcdCredentials,
     EtcdTransport,
     EtcdUnavailable,
-    ReadCredentials,
     RevisionsCompacted,
 )
 
@@ -50,18 +49,11 @@ class Change(msgspec.Struct, frozen=True):
 class EtcdClient:
     """A client of one store as one user; each call takes at most `timeout_s` seconds.
 
-    Every method raises `EtcdUnavailable` or `EtcdRefused` if etcd does not do as requested. If etcd
-    refuses the password or a certificate, `read_again` is awaited for other credentials.
+    Every method raises `EtcdUnavailable` or `EtcdRefused` if etcd does not do as requested.
     """
 
-    def __init__(
-        self,
-        credentials: EtcdCredentials,
-        *,
-        timeout_s: float = 3.0,
-        read_again: ReadCredentials | None = None,
-    ) -> None:
-        self._transport = EtcdTransport(credentials, timeout_s, read_again)
+    def __init__(self, credentials: EtcdCredentials, *, timeout_s: float = 3.0) -> None:
+        self._transport = EtcdTransport(credentials, timeout_s)
 
     async def __aenter__(self) -> Self:
         await self._transport.open()

@@ -87,10 +87,6 @@ class EtcdCredentials(msgspec.Struct, frozen=True):
         return {"name": self.user, "password": self.password}
 
 
-ReadCredentials = Callable[[], Awaitable[EtcdCredentials | None]]
-"""Reads the credentials again; None if they are unusable, after it has logged the reason."""
-
-
 class WatchStream:
     """The messages of one watch, from one endpoint."""
 
@@ -130,15 +126,8 @@ class WatchStream:
 class EtcdTransport:
     """Sends calls to the endpoint that answers, with the user's token."""
 
-    def __init__(
-        self,
-        credentials: EtcdCredentials,
-        timeout_s: float,
-        read_again: ReadCredentials | None = None,
-    ) -> None:
+    def __init__(self, credentials: EtcdCredentials, timeout_s: float) -> None:
         self._credentials = credentials
-        self._read_again = read_again
-        self._read_at = -math.inf
         self._timeout_s = timeout_s
         self._preferred = ""
         self._token: str | None = None
@@ -240,19 +229,10 @@ class EtcdTransport:
             except EtcdRefused as error:
                 if _NO_LOGINS in str(error):
                     return ""
-                await self._read_credentials()
                 if login == self._credentials.login:
                     self._refusal = (asyncio.get_running_loop().time(), str(error))
                     raise
         return str(answer.get("token", ""))
-
-    async def _read_credentials(self) -> None:
-        """Read the credentials again, because etcd refuses them."""
-        now = asyncio.get_running_loop().time()
-        if self._read_again is not None and now >= self._read_at + LOGIN_PAUSE_S:
-            self._read_at = now
-            if (credentials := await self._read_again()) is not None:
-                self.replace_credentials(credentials)
 
     async def _post(
         self, path: str, body: Mapping[str, object], endpoint: str, token: str
@@ -286,12 +266,8 @@ class EtcdTransport:
             tls = self._credentials.tls or True
             return await self._session.post(endpoint + path, data=data, headers=headers, ssl=tls)
         except aiohttp.ClientConnectorError as error:
-            if isinstance(error, aiohttp.ClientSSLError):
-                await self._read_credentials()
             raise _NeverSent(f"{endpoint}: Cannot connect: {error.__cause__}") from None
         except (aiohttp.ClientError, OSError) as error:
-            if self._credentials.tls is not None:  # TLS 1.3 refuses a certificate afterwards
-                await self._read_credentials()
             raise EtcdUnavailable(f"{endpoint}: {error!r}") from None
 
 
