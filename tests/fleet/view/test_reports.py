@@ -11,7 +11,7 @@ from agentd_fleet.view import reports
 from agentd_fleet.view.fleet_view import FleetView, NodeStatus
 from agentd_fleet.view.reports import (
     MAX_REASON,
-    first_seen,
+    known_record,
     parse_known_node,
     parse_node_report,
     parse_reading,
@@ -57,7 +57,7 @@ def test_value_that_is_not_a_report_is_listed(raw: bytes) -> None:
     read(raw, free)
     read(good, raw)
     assert parse_known_node("n1", raw).status is NodeStatus.LOST
-    assert first_seen(raw)
+    assert b"first_seen" in known_record(raw, "", [])
 
 
 def test_damaged_report_is_listed_and_raises_nothing() -> None:
@@ -70,7 +70,7 @@ def test_damaged_report_is_listed_and_raises_nothing() -> None:
         view = read(report, free, view, number % 20)
         view = read(good, amounts, view, number % 20)
         parse_known_node("n1", report)
-        first_seen(report)
+        known_record(report, "", [])
 
 
 def test_reason_of_a_publisher_is_the_node_s() -> None:

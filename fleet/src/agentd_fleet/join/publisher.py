@@ -44,7 +44,7 @@ from agentd_fleet.view.reports import (
     KnownNode,
     NodeReading,
     NodeReport,
-    first_seen,
+    known_record,
 )
 
 log = structlog.get_logger()
@@ -229,14 +229,11 @@ class Publisher:
 
     async def _record(self, reading: NodeReading) -> bool:
         """Record the node and its slots permanently, beyond its lease."""
-        stored = self._pairs.get("known")
-        record = KnownNode(
-            first_seen=first_seen(stored.value if stored is not None else None),
-            url=self._options.url,
-            slot_types=reading.slot_types,
-        )
+        pair = self._pairs.get("known")
+        stored = pair.value if pair is not None else None
+        record = known_record(stored, self._options.url, reading.slot_types)
         try:
-            return await self._write("known", reading, msgspec.json.encode(record), 0)
+            return await self._write("known", reading, record, 0)
         except EtcdRefused as error:
             self._on_record_refused(reading, error)
             return True

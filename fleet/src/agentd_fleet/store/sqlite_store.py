@@ -27,10 +27,9 @@ from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import Cordon, FleetNode, NodeStatus
 from agentd_fleet.view.reports import (
     UNREADABLE,
-    KnownNode,
     NodeReading,
     SlotTypeReport,
-    first_seen,
+    known_record,
     parse_cordon,
     parse_known_node,
     parse_node_report,
@@ -303,8 +302,7 @@ class SqliteStore:
             self._write_soon("slot_types", slot.name, value)
         self._state.update_node(node)
         recorded = self._known_values.get(node_id)
-        seen_since = first_seen(recorded)
-        value = msgspec.json.encode(replace(KnownNode.of(node), first_seen=seen_since))
+        value = known_record(recorded, address, reading.slot_types)
         if value != recorded and not reading.reason:
             self._known_values[node_id] = value
             self._write_soon("known", node_id, value)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ipaddress
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import lru_cache
 from types import MappingProxyType
@@ -109,22 +110,14 @@ class KnownNode(msgspec.Struct, frozen=True, kw_only=True):
     slot_types: list[SlotTypeReport] = []
     rival: str = ""
 
-    @classmethod
-    def of(cls, node: FleetNode) -> KnownNode:
-        """Return the lasting record of a node that was just lost."""
-        types = [slot_type_report(slot) for slot in node.slot_types.values()]
-        seen_at = datetime.fromtimestamp(node.seen_at, UTC).isoformat()
-        return cls(first_seen=seen_at, url=node.url, slot_types=types)
 
-
-def first_seen(record: bytes | None) -> str:
-    """Return the time of a node's first report by its lasting record, or now without one."""
-    try:
-        if record is not None:
-            return msgspec.json.decode(record, type=KnownNode).first_seen
-    except UNREADABLE:
-        pass
-    return datetime.now(UTC).isoformat()
+def known_record(stored: bytes | None, url: str, slot_types: list[SlotTypeReport]) -> bytes:
+    """Return a node's lasting record, with the time of its first report by the stored one."""
+    first_seen = datetime.now(UTC).isoformat()
+    if stored is not None:
+        with suppress(*UNREADABLE):
+            first_seen = msgspec.json.decode(stored, type=KnownNode).first_seen
+    return msgspec.json.encode(KnownNode(first_seen=first_seen, url=url, slot_types=slot_types))
 
 
 def parse_known_node(node_id: str, value: bytes) -> FleetNode:
