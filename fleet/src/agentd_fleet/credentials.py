@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import msgspec
 import structlog
+from msgspec.structs import replace
 from pydantic import ValidationError
 
 from agentd.client.tls import client_tls
@@ -67,10 +68,13 @@ def read_own_credentials(settings: FleetFile) -> OwnCredentials:
         ConfigRefused: one is unusable.
         StartRefused: one cannot be read for now.
     """
-    fleet = settings.fleet
-    token = _read_secret("gateway.node-token-file", settings.gateway.node_token_file)
-    tls, contents = _read_tls(fleet)
-    return OwnCredentials(token, etcd_credentials(fleet, tls), tls, contents)
+    tls, contents = _read_tls(settings.fleet)
+    etcd = etcd_credentials(settings.fleet, tls)
+    return OwnCredentials(_read_node_token(settings), etcd, tls, contents)
+
+
+def _read_node_token(settings: FleetFile) -> str:
+    return _read_secret("gateway.node-token-file", settings.gateway.node_token_file)
 
 
 def etcd_credentials(fleet: FleetSettings, tls: ssl.SSLContext | None = None) -> EtcdCredentials:
@@ -170,6 +174,8 @@ class GatewayCredentials:
         self._is_complete = True
         """Whether the last reload found all credentials usable; until it does, it is repeated."""
         self._weaknesses = Weaknesses()
+        self._own_parts = (self._read_tls, self._read_login, self._read_token)
+        """Each may be unusable while another one is replaced."""
         self._threads = start_pool(1)
         """Not the event loop's, whose threads may all wait for the name service."""
 
@@ -198,7 +204,7 @@ class GatewayCredentials:
     async def read_again(self) -> None:
         """Read the own credentials again, because they may be refused."""
         own = self.own
-        await self._apply(self._read_own)
+        await self._apply(*self._own_parts)
         if self.own is not own:
             await self._log_weaknesses()
 
@@ -223,7 +229,7 @@ class GatewayCredentials:
         except (ConfigRefused, StartRefused) as error:
             return self._log_refusal([str(error)])
         self._settings = settings
-        parts = [self._read_own, read_tokens_again]
+        parts = [*self._own_parts, read_tokens_again]
         if server.has_tls:
             parts.append(read_certificate_again)
         self._is_complete = await self._apply(*parts)
@@ -231,10 +237,21 @@ class GatewayCredentials:
             await self._log_weaknesses()
         return self._is_complete
 
-    def _read_own(self) -> Callable[[], object]:
+    def _read_tls(self) -> Callable[[], object]:
         fleet = self._settings.fleet
         _refuse(expiry_problems("fleet.cert", fleet.cert, fleet.key))
-        return partial(self._use, read_own_credentials(self._settings))
+        tls, contents = _read_tls(fleet)
+        return lambda: self._use(
+            replace(self.own, etcd=replace(self.own.etcd, tls=tls), tls=tls, tls_files=contents)
+        )
+
+    def _read_login(self) -> Callable[[], object]:
+        etcd = etcd_credentials(self._settings.fleet, self.own.tls)
+        return lambda: self._use(replace(self.own, etcd=replace(etcd, tls=self.own.tls)))
+
+    def _read_token(self) -> Callable[[], object]:
+        token = _read_node_token(self._settings)
+        return lambda: self._use(replace(self.own, node_token=token))
 
     def _use(self, own: OwnCredentials) -> None:
         if own.contents != self.own.contents:

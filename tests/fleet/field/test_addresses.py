@@ -1,5 +1,7 @@
 """Addresses of a fleet without etcd: a node is its id, wherever it answers."""
 
+import asyncio
+import threading
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
@@ -8,8 +10,10 @@ import pytest
 from structlog.testing import capture_logs
 
 from agentd_fleet.store import sqlite_store
+from agentd_fleet.store.route import KernelRoute
 from agentd_fleet.store.sqlite_store import SqliteStore
 from agentd_fleet.view.fleet_state import FleetState
+from agentd_fleet.view.fleet_view import Cordon
 from agentd_fleet.view.reports import NodeReading
 
 A, B = "unix:/a", "unix:/b"
@@ -107,10 +111,23 @@ async def test_second_of_an_id_waits_while_the_first_restarts(
         await store.apply_reading(A, up("n1"))
         assert [event["event"] for event in logged] == ["node.located", "node.duplicate_id"]
     assert listed(store)["n1"] == READY_A
-    await store.apply_reading(A, silent("n1"))
-    store._silent_since[A] -= sqlite_store.TAKEOVER_S
-    store._apply("n1")  # as the timer does
+
+
+async def test_proven_duplicate_gets_the_id_only_after_a_forget(store: SqliteStore) -> None:
+    """It has other kernels, and those of the first one must outlive its long restart."""
+    readings = [(A, up("n1")), (B, up("n1")), (A, silent("n1")), (B, silent("n1")), (B, up("n1"))]
+    for address, reading in readings:
+        await store.apply_reading(address, reading)
+        for silent_address in store._silent_since:
+            store._silent_since[silent_address] -= sqlite_store.TAKEOVER_S
+        store._apply("n1")  # as the timer does
+        assert store._address_by_node == {"n1": A}
+    assert await store.forget(store._state.view.nodes["n1"])
     assert listed(store) == {"n1": READY_B, A: ("lost", A, REFUSED)}
+    with capture_logs() as logged:
+        await store.apply_reading(A, up("n1"))
+    assert [event["event"] for event in logged] == ["node.duplicate_id"]
+    assert listed(store)["n1"] == READY_B
 
 
 @pytest.mark.parametrize("reading", [up("n1"), NodeReading(node_id="n1", reason="unreadable: x")])
@@ -147,3 +164,27 @@ async def test_address_of_a_node_in_the_file_is_listed_as_that_node(tmp_path: Pa
         {"n1": ("lost", A, REFUSED)},
         {"n1": ("lost", A, f"{A} is node n2 now"), "n2": READY_A},
     ]
+
+
+async def test_node_that_returns_during_its_forget_stays(store: SqliteStore) -> None:
+    """A forget may wait for another program's lock, and the node takes kernels meanwhile."""
+    for reading in (up("n1"), silent("n1")):
+        await store.apply_reading(A, reading)
+    cordon = Cordon("repair")
+    await store.set_cordon("n1", cordon)
+    route = KernelRoute(kernel_id="k1", node_id="n1", agent_id="main", request_hash="h", owner="o")
+    assert await store.put_route(route, 0)
+    is_locked = threading.Event()
+    holding = asyncio.create_task(store._transact(is_locked.wait))
+    forgetting = asyncio.create_task(store.forget(store._state.view.nodes["n1"]))
+    await asyncio.sleep(0)
+    await store.apply_reading(A, up("n1"))
+    is_locked.set()
+    await holding
+    assert not await forgetting
+    assert listed(store) == {"n1": READY_A}
+    assert store._state.view.nodes["n1"].cordon == cordon
+    assert await store.route("k1")
+    assert await store._transact(lambda: store._rows("SELECT node_id FROM cordons")) == [("n1",)]
+    await store._transact(partial(store._insert, store._unwritten))
+    assert await store._transact(lambda: store._rows("SELECT node_id FROM known")) == [("n1",)]

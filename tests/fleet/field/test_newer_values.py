@@ -5,7 +5,13 @@ import random
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
+from agentd_fleet.store.etcd_client import EtcdClient
+from agentd_fleet.store.etcd_store import EtcdStore
+from agentd_fleet.store.etcd_transport import EtcdCredentials
+from agentd_fleet.view import fleet_state
+from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import FleetNode, NodeRuntime
 from agentd_fleet.view.reports import parse_node_report, parse_reading, reason_line, with_free
 from support.fleet_reports import free_report, node_report
@@ -70,3 +76,41 @@ def test_reason_of_a_node_is_one_printable_line(case: str) -> None:
     """It becomes a header, a line of a log and a cell of a table."""
     text, line = REASONS[case]
     assert reason_line(text) == line
+
+
+SCHEMAS: dict[str, tuple[list[int], int]] = {
+    "one newer schema": ([9] * 5, 1),
+    "two that alternate": ([9, 10] * 5, 2),
+    "one that is mended and returns": ([9, 1] * 5, 1),
+    "another one each time": ([*range(9, 60)], fleet_state.MAX_LOGGED),
+}
+
+
+@pytest.mark.parametrize("case", SCHEMAS)
+async def test_reasons_that_a_node_writes_do_not_fill_the_log(
+    monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """Its key is its own, and every gateway would write a line for each write of it."""
+    schemas, count = SCHEMAS[case]
+    store = EtcdStore(EtcdClient(EtcdCredentials(())), "main", FleetState())
+    report = json.loads(node_report(1, 3))
+
+    def written() -> list[str]:
+        with capture_logs() as logged:
+            for schema in schemas:
+                value = json.dumps(report | {"schema": schema}).encode()
+                store._on_node_change("n1", value, 1)
+        return [line["event"] for line in logged]
+
+    assert written() == ["node.schema_unsupported"] * count
+    assert not written()
+    monkeypatch.setattr(fleet_state, "LOGGED_S", 0.0)
+    assert (not written()) is (set(schemas) == {9})
+
+
+async def test_runtimes_that_a_node_reports_do_not_fill_the_log() -> None:
+    state = FleetState()
+    with capture_logs() as logged:
+        for number in range(60):
+            state.update_node(read(runtime={"name": f"r{number}", "state": "unavailable"}))
+    assert [line["event"] for line in logged] == ["node.unusable"] * fleet_state.MAX_LOGGED

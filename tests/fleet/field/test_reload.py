@@ -1,6 +1,7 @@
 """Certificates, tokens and passwords that change on disk while a gateway runs."""
 
 import asyncio
+import itertools
 import shutil
 import signal
 import ssl
@@ -9,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 import agentd.http.credentials
 from agentd.concurrency import Walk
@@ -299,6 +301,52 @@ async def test_tokens_in_force_after_a_hangup_when_a_file(
     monkeypatch.undo()
     assert await credentials._read_all(server, is_asked=False)
     assert {token.secret for token in server.current_tokens} == {SECRETS[0], "another"}
+
+
+OWN: dict[str, Callable[[GatewayCredentials], object]] = {
+    "node-token": lambda credentials: credentials.own.node_token,
+    "etcd-password": lambda credentials: credentials.own.etcd.login,
+    "client-pair": lambda credentials: credentials.own.tls_files,
+}
+
+
+def write_own(folder: Path, name: str, secret: str) -> None:
+    """Write another credential of a gateway."""
+    if name == "client-pair":
+        renew(folder)
+    else:
+        (folder / name).touch(0o600)
+        (folder / name).write_text(secret)
+
+
+@pytest.mark.parametrize(("spoiled", "renewed"), itertools.permutations(OWN, 2))
+async def test_unusable_credential_does_not_hold_back(
+    tmp_path: Path, spoiled: str, renewed: str
+) -> None:
+    for name in OWN:
+        write_own(tmp_path, name, f"the-first-secret-of-{name}")
+    config = tmp_path / "fleet.toml"
+    config.write_text(
+        '[fleet]\netcd = ["https://127.0.0.1:1"]\netcd-user = "gate"\n'
+        f'etcd-password-file = "{tmp_path}/etcd-password"\nca = "{tmp_path}/cert"\n'
+        f'cert = "{tmp_path}/cert"\nkey = "{tmp_path}/key"\n'
+        f'[gateway]\nnode-token-file = "{tmp_path}/node-token"\n'
+    )
+    settings = load(str(config), {})
+    credentials = GatewayCredentials(settings, lambda: settings)
+    before = {name: read(credentials) for name, read in OWN.items()}
+    write_own(tmp_path, renewed, f"the-second-secret-of-{renewed}")
+    if spoiled == "client-pair":
+        (tmp_path / "key").unlink()
+    else:
+        (tmp_path / spoiled).chmod(0o644)
+    with capture_logs() as logged:
+        assert not await credentials._read_all(FakeServer(()), is_asked=True)
+    events = [line["event"] for line in logged]
+    assert events.count("credential.replaced") == events.count("gateway.reload_refused") == 1
+    after = {name: read(credentials) for name, read in OWN.items()}
+    assert [name for name in OWN if before[name] != after[name]] == [renewed]
+    assert credentials.own.etcd.tls is credentials.own.tls
 
 
 class FakeServer:

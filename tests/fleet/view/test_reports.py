@@ -7,15 +7,18 @@ from typing import Any
 import msgspec
 import pytest
 
+from agentd_fleet.view import reports
 from agentd_fleet.view.fleet_view import FleetView, NodeStatus
 from agentd_fleet.view.reports import (
     MAX_REASON,
     known_record,
     parse_known_node,
     parse_node_report,
+    parse_reading,
     with_free,
 )
 from support.fleet_reports import free_report, node_report
+from support.stub_node import NODE_PAGES
 
 ODD: list[Any] = [None, 7, -1, 1.5, True, "", "x" * 300, [], {}, [[]], {"a": {}}, {"a": 7}, 10**30]
 RAW = [b"", b"null", b"7", b"[]", b"{", b"\xff", b'{"schema":', b"[" * 100_000,
@@ -93,3 +96,28 @@ def test_generation_that_no_list_can_contain_is_refused(generation: int) -> None
     node = parse_node_report("n1", json.dumps(report).encode(), seen_at=0.0).node
     assert node.exclusion_reason.endswith("at `$.generation`")
     assert node.generation == 0
+
+
+def test_large_answer_of_a_node_is_read_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node may answer anything, and the event loop serves all others, too."""
+    count, reads = 300, 0
+    of_struct = reports._DeviceAnswer.__dict__["agents"]
+
+    class CountedAnswer(reports._DeviceAnswer, frozen=True):
+        @property
+        def agents(self) -> list[str]:  # type: ignore[override] # counts
+            nonlocal reads
+            reads += 1
+            agents: list[str] = of_struct.__get__(self)
+            return agents
+
+    monkeypatch.setattr(reports, "_DeviceAnswer", CountedAnswer)
+    node, types = NODE_PAGES["/v1/node"], NODE_PAGES["/v1/slot-types"]
+    agents = [{"agent_id": f"a{number}", "slots": {}} for number in range(count)]
+    devices = [
+        {"agents": [f"a{number}", "other"], "state": "ready", "slots": {}, "model": f"m{number}"}
+        for number in range(count)
+    ]
+    reading = parse_reading(node, types, agents, devices)
+    assert reading.models == {f"a{number}": [f"m{number}"] for number in range(count)}
+    assert count <= reads <= 10 * count

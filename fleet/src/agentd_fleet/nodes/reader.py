@@ -18,6 +18,7 @@ from agentd.client.events import NodeEvent
 from agentd.concurrency import wait_event
 from agentd.core.names import name_or_empty
 from agentd.errors import Unavailable
+from agentd_fleet.view.fleet_state import MAX_LOGGED
 from agentd_fleet.view.reports import (
     NodeReading,
     parse_node_answer,
@@ -35,8 +36,6 @@ PAUSE_S, LEAST_S = 0.2, 0.8
 BACKOFF_S = (0.1, 2.0)
 MAX_ANSWER = 16 << 20
 """Maximum bytes of an answer or event of a node."""
-MAX_LOGGED = 8
-"""Maximum different reasons that are logged before the node can be read again."""
 PROBE_PERIOD_S, PROBE_TIMEOUT_S = 1.0, 3.0
 """Seconds between liveness probes, and that a probe may take."""
 

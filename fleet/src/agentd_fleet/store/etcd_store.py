@@ -286,21 +286,9 @@ class EtcdStore:
         """Apply a node's report and write its new slot types."""
         node = with_free(self._reports[node_id], self._free.get(node_id))
         node = replace(node, seen_at=time.time())
-        previous = self._state.node(node_id)
-        if node.exclusion_reason and (
-            previous is None or previous.exclusion_reason != node.exclusion_reason
-        ):
-            if node.status is NodeStatus.NEWER:
-                log.warning(
-                    "node.schema_unsupported", node_id=node_id, reason=node.exclusion_reason
-                )
-            elif node.exclusion_reason.startswith("unreadable: "):
-                log.warning(
-                    "node.read_failed",
-                    address=node.url,
-                    node_id=node_id,
-                    reason=node.exclusion_reason,
-                )
+        is_unreadable = node.exclusion_reason.startswith("unreadable: ")
+        if is_unreadable or node.status is NodeStatus.NEWER:
+            self._state.log_reason(node)
         self._state.update_node(node)
         if self._state.new_slot_types(node):
             self._has_unwritten.set()

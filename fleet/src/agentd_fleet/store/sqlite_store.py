@@ -75,6 +75,8 @@ class SqliteStore:
         """The latest reading of each address; without an id, it has never answered."""
         self._silent_since: dict[str, float] = {}
         self._address_by_node: dict[str, str] = {}
+        self._doubles: set[str] = set()
+        """Addresses that answered with a node's id while its own address did, too."""
         self._known_values: dict[str, bytes] = {}
         self._unwritten: dict[tuple[str, str], bytes] = {}
         """Values by table and name: what the nodes reported and the file lacks."""
@@ -193,10 +195,8 @@ class SqliteStore:
 
     async def forget(self, node: FleetNode) -> bool:
         node_id = node.node_id
-        address = self._address_by_node.get(node_id)
-        if address is not None and address not in self._silent_since:
+        if not await self._transact(partial(self._delete_node, node_id)):
             return False
-        await self._transact(partial(self._delete_node, node_id))
         self._known_values.pop(node_id, None)
         self._address_by_node.pop(node_id, None)
         self._state.set_cordon(node_id, None)
@@ -204,14 +204,19 @@ class SqliteStore:
         self._apply(node_id)
         return True
 
-    def _delete_node(self, node_id: str) -> None:
-        """Delete a node and the routes to it."""
-        self._delete("known", node_id)
+    def _delete_node(self, node_id: str) -> bool:
+        """Delete a node and the routes to it, unless it answers once the file is locked."""
         self._execute("DELETE FROM cordons WHERE node_id = ?", node_id)
         for row in self._rows("SELECT kernel_id, value, revision FROM routes"):
             stored = self._try_parse_route(*row)
             if stored is not None and stored.route.node_id == node_id:
                 self._execute("DELETE FROM routes WHERE kernel_id = ?", stored.route.kernel_id)
+        address = self._address_by_node.get(node_id)
+        if address is not None and address not in self._silent_since:
+            self._connect().rollback()
+            return False
+        self._delete("known", node_id)
+        return True
 
     async def run(self) -> None:
         follows = (self._follow(address, client) for address, client in self._nodes)
@@ -228,7 +233,8 @@ class SqliteStore:
         """Apply a reading of an address, which may be of another node than the one before.
 
         Every node is listed once, from the first of its addresses that answered, until that has
-        been silent for a while. An address without a node is listed under its own name.
+        been silent for a while. A double has other kernels, so it gets the id only when that node
+        is renamed or forgotten. An address without a node is listed under its own name.
         """
         previous = self._readings.get(address, reading)
         self._readings[address] = reading
@@ -237,6 +243,8 @@ class SqliteStore:
         elif address not in self._silent_since:
             self._silent_since[address] = time.monotonic()
             asyncio.get_running_loop().call_later(TAKEOVER_S, self._apply, reading.node_id)
+        if previous.node_id != reading.node_id:
+            self._doubles.discard(address)
         for node_id in dict.fromkeys((previous.node_id, reading.node_id)):
             self._apply(node_id, changed=address)
 
@@ -246,7 +254,9 @@ class SqliteStore:
         address = first = self._address_by_node.get(node_id, "")
         silent_s = time.monotonic() - self._silent_since.get(first, math.inf)
         if node_id and (first not in readings or silent_s >= TAKEOVER_S):
-            address = next((a for a in readings if a not in self._silent_since), first)
+            doubles = self._doubles if first in readings else set()
+            excluded = self._silent_since.keys() | doubles
+            address = next((a for a in readings if a not in excluded), first)
         if (reading := readings.pop(address, None)) is None:
             if self._address_by_node.pop(node_id, ""):
                 self._state.mark_lost(node_id, time.time())
@@ -254,30 +264,32 @@ class SqliteStore:
             self._update_node(address, reading)
         if address != first:
             self._address_by_node[node_id] = address
+            self._doubles.discard(address)
             log.info("node.located", node_id=node_id, address=address, previous=first)
             self._state.forget(address)
             self._set_reason(self._lost_nodes(address), f"{address} is node {node_id} now")
         for other, reading in readings.items():
-            reason, is_double = reading.reason, False
+            reason = reading.reason
             if node_id and other not in self._silent_since:
-                is_double = address not in self._silent_since
                 reason = f"node id {node_id} is taken by {address}"
-                reason += "" if is_double else ", which does not answer"
+                if address in self._silent_since:
+                    reason += ", which does not answer"
+                elif other not in self._doubles:
+                    self._doubles.add(other)
+                    log.error("node.duplicate_id", node_id=node_id, first=address, second=other)
             entry = FleetNode(other, {}, {}, NodeStatus.LOST, other, seen_at=time.time())
-            if self._set_reason(self._lost_nodes(other) or [entry], reason) and is_double:
-                log.error("node.duplicate_id", node_id=node_id, first=address, second=other)
+            self._set_reason(self._lost_nodes(other) or [entry], reason)
 
     def _lost_nodes(self, address: str) -> list[FleetNode]:
         """Return the lost nodes that were last at an address, or the entry of the address."""
         nodes = self._state.view.nodes.values()
         return [node for node in nodes if node.url == address and node.status is NodeStatus.LOST]
 
-    def _set_reason(self, nodes: Iterable[FleetNode], reason: str) -> bool:
-        """List nodes with a reason; return whether it is new."""
-        changed = [node for node in nodes if node.exclusion_reason != reason]
-        for node in changed:
-            self._state.update_node(replace(node, exclusion_reason=reason))
-        return bool(changed)
+    def _set_reason(self, nodes: Iterable[FleetNode], reason: str) -> None:
+        """List nodes with a reason."""
+        for node in nodes:
+            if node.exclusion_reason != reason:
+                self._state.update_node(replace(node, exclusion_reason=reason))
 
     def _update_node(self, address: str, reading: NodeReading) -> None:
         node_id = reading.node_id

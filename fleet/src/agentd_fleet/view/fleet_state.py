@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
@@ -18,6 +19,8 @@ log = structlog.get_logger()
 DEBIT_S = 3.0
 ANSWERED_S = 15.0
 """Seconds for which an answer vouches that this gateway reaches a node."""
+MAX_LOGGED, LOGGED_S = 8, 3600.0
+"""Maximum different reasons of one node that are logged in this many seconds, each once."""
 FOLD_S = 0.005
 """Seconds in which reports are collected before they are folded."""
 
@@ -39,6 +42,8 @@ class FleetState:
         self._cordon_changed = asyncio.Event()
         self._unreachable: dict[str, str] = {}
         self._answered_at: dict[str, float] = {}
+        self._logged: dict[str, tuple[float, set[str]]] = {}
+        """The reasons logged of each node, and the time of the first one."""
 
     @property
     def view(self) -> FleetView:
@@ -65,15 +70,29 @@ class FleetState:
             cordon=self._cordons.get(node.node_id),
             unreachable=self._unreachable.get(node.node_id, ""),
         )
-        previous, runtime = self._reported.get(node.node_id), node.runtime
-        is_new = previous is None or previous.runtime != runtime
-        if is_new and runtime is not None and runtime.reason:
-            log.warning("node.unusable", node_id=node.node_id, reason=runtime.reason)
+        if node.reported_reason and not node.exclusion_reason:
+            self.log_reason(node)
         self._unfolded[node.node_id] = self._reported[node.node_id] = node
         self._fold_soon()
         self._forgotten.discard(node.node_id)
         if node.status is not NodeStatus.READY:
             self._shorten_calls(node.node_id)
+
+    def log_reason(self, node: FleetNode) -> None:
+        """Log the reason of a node's new report; a node that alternates does not fill the log."""
+        previous, reason = self._reported.get(node.node_id), node.reported_reason
+        since, reasons = self._logged.get(node.node_id, (-math.inf, set()))
+        if (now := time.monotonic()) >= since + LOGGED_S:
+            since, reasons = now, set()
+        is_new = previous is None or previous.reported_reason != reason
+        event = "node.unusable"
+        if node.status is NodeStatus.NEWER:
+            event = "node.schema_unsupported"
+        elif node.exclusion_reason:
+            event = "node.read_failed"
+        if is_new and reason not in reasons and len(reasons) < MAX_LOGGED:
+            self._logged[node.node_id] = since, {*reasons, reason}
+            log.warning(event, address=node.url, node_id=node.node_id, reason=reason)
 
     def set_cordon(self, node_id: str, cordon: Cordon | None) -> None:
         """Apply that a node is cordoned, or with None that it is not; it need not be known yet."""

@@ -233,6 +233,10 @@ def parse_reading(node: object, slot_types: object, agents: object, devices: obj
         }
         for member in ("capacity", "allocated", "free")
     }
+    models: dict[str, set[str]] = {agent.agent_id: set() for agent in agent_answers}
+    for device in device_answers:
+        for agent_id in models.keys() & device.agents:
+            models[agent_id].add(device.model)
     reading = NodeReading(
         node_id=validate_name(node_answer.id),
         version=node_answer.version,
@@ -244,16 +248,7 @@ def parse_reading(node: object, slot_types: object, agents: object, devices: obj
             offers["allocated"],
             _node_amounts(kinds, offers["free"], device_answers, "free"),
         ),
-        models={
-            agent.agent_id: sorted(
-                {
-                    device.model
-                    for device in device_answers
-                    if device.model and agent.agent_id in device.agents
-                }
-            )
-            for agent in agent_answers
-        },
+        models={agent_id: sorted(names - {""}) for agent_id, names in models.items()},
         slot_types=types,
         runtime=node_answer.runtime,
     )
