@@ -1,6 +1,7 @@
 """A cordon is what the store has: a gateway that answers 200 has written it."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,12 +9,15 @@ import pytest
 from aiohttp.test_utils import make_mocked_request
 
 from agentd.core.access import Caller, Role
+from agentd.errors import UnknownNode
 from agentd_fleet.gateway import handlers
 from agentd_fleet.gateway.views import FleetNodeView
 from agentd_fleet.placement.backend import FleetBackend
 from agentd_fleet.store.route import StoreUnavailable
+from agentd_fleet.store.sqlite_store import SqliteStore
 from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import Cordon, FleetNode
+from agentd_fleet.view.reports import NodeReading
 
 DISK = Cordon("new disk", "ann", "2026-01-01T12:00:00+00:00")
 
@@ -108,3 +112,21 @@ async def test_cordon_keeps_its_time_with_the_reason(
 ) -> None:
     await operator.cordon(**body)
     assert operator.store.keys["n1"] == expected
+
+
+ADDRESSES = ["unix:/run/n2.sock", "https://n2:6001"]
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+async def test_address_that_never_told_its_id_has_no_cordon(
+    operator: Operator, tmp_path: Path, address: str
+) -> None:
+    """The node would answer with its id, and without the cordon."""
+    nodes = SqliteStore(tmp_path / "fleet.db", [], operator.state)
+    await nodes.open()
+    await nodes.apply_reading(address, NodeReading(node_id="", is_down=True, reason="no such file"))
+    assert address in operator.state.view.nodes
+    with pytest.raises(UnknownNode, match=f"{address} has not told its node id yet"):
+        await operator.cordon(address)
+    assert operator.store.keys == {"n1": DISK}
+    await nodes.close()

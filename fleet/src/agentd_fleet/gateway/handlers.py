@@ -16,12 +16,14 @@ from msgspec.structs import replace
 
 from agentd.concurrency import start_pool
 from agentd.core.access import Caller, Right, roles_with
+from agentd.core.names import is_name
 from agentd.errors import (
     AgentdError,
     Forbidden,
     InvalidRequest,
     Problem,
     SlotTypeInUse,
+    UnknownNode,
     UnknownSlotType,
 )
 from agentd.events import EventLog
@@ -139,7 +141,12 @@ class Gateway(Site):
         """Cordon or uncordon a node, and show it once this gateway applies that.
 
         It is written even if the node is so already: the view of this gateway may be an old one.
+
+        Raises:
+            UnknownNode: this is an address, without etcd, whose node has never answered.
         """
+        if not is_name(node.node_id):
+            raise UnknownNode(f"the node at {node.node_id} has not told its node id yet")
         await self._store.set_cordon(node.node_id, cordon)
         with contextlib.suppress(TimeoutError):  # another gateway changed it, too
             async with asyncio.timeout(APPLY_TIMEOUT_S):
