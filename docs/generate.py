@@ -402,7 +402,7 @@ def errors_page() -> str:
             "`agentctl` shows a refusal at once, except that of a create. `agentctl run` repeats a create",
             "for 15 s after a 503 or without an answer, and `agentctl create` if its kernel may exist: after",
             "an `OutcomeUnknown` or an `AnswerLost`. A connection that held for more than 5 s before it was",
-            "cut, as balancers do during a pull, starts the 15 s anew. The exit status is the same for all",
+            "cut, as balancers do during a pull, starts the 15 s again. The exit status is the same for all",
             "codes ([exit codes](exit-codes.md)), except for `CommandNotFound` of `agentctl run`.",
             "",
             "## Errors outside responses",
