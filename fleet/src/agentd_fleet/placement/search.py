@@ -25,7 +25,7 @@ from agentd.errors import (
     NodeUnavailable,
     Unavailable,
 )
-from agentd_fleet.nodes.calls import ANSWER_TIMEOUT_S, NodeAnswer
+from agentd_fleet.nodes.calls import NodeAnswer
 from agentd_fleet.placement.attempts import PlacementUnknown, RouteTakenOver, creates_path
 from agentd_fleet.placement.backend import FleetBackend
 from agentd_fleet.placement.choice import (
@@ -35,6 +35,7 @@ from agentd_fleet.placement.choice import (
     cordon_reason,
 )
 from agentd_fleet.placement.requests import PlacementRequest
+from agentd_fleet.view.fleet_state import ANSWER_TIMEOUT_S
 from agentd_fleet.view.fleet_view import FleetView
 
 MAX_TRIES = 8
