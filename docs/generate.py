@@ -398,8 +398,12 @@ def errors_page() -> str:
             "A 503 has the header `Retry-After`: the seconds until the next try, which the client waits for.",
             "A node that answers a create with a 503 comes last in the choice of its fleet for 60 s; for",
             "an `ImageUnavailable` only if another node had the image.",
-            "`agentctl` does not repeat a call; only `agentctl run` does, for 15 s. Its exit status is the",
-            "same for all codes ([exit codes](exit-codes.md)), except for `CommandNotFound` of `agentctl run`.",
+            "",
+            "`agentctl` shows a refusal at once, except that of a create. `agentctl run` repeats a create",
+            "for 15 s after a 503 or without an answer, and `agentctl create` if its kernel may exist: after",
+            "an `OutcomeUnknown` or an `AnswerLost`. A connection that held for more than 5 s before it was",
+            "cut, as balancers do during a pull, starts the 15 s again. The exit status is the same for all",
+            "codes ([exit codes](exit-codes.md)), except for `CommandNotFound` of `agentctl run`.",
             "",
             "## Errors outside responses",
             "",
@@ -411,6 +415,9 @@ def errors_page() -> str:
                 f"| `{code}` | {texts[code]['cause']} | {texts[code]['remedy']} |"
                 for code in clients
             ),
+            "",
+            "If a client had sent the call, its `Unreachable` is of the class `AnswerLost`: the daemon may",
+            "have carried it out. Repeat a create with its `kernel_id`, which returns the same kernel.",
             "",
         ]
     )

@@ -18,3 +18,15 @@ def read_lines(file: str | Path) -> list[str]:
     """
     text = os.fsdecode(Path(file).read_bytes())
     return text.removesuffix("\n").split("\n") if text else []
+
+
+def read_uids(pid: int) -> set[int]:
+    """Return the real, effective, saved and file system user ids of a process.
+
+    There are none of one that has ended, or may not be read.
+    """
+    try:
+        lines = read_lines(f"/proc/{pid}/status")
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return set()
+    return {int(uid) for line in lines if line.startswith("Uid:") for uid in line.split()[1:]}

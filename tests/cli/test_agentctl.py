@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -163,8 +164,12 @@ def test_log_whose_reader_breaks_is_not_complete() -> None:
             raise ValueError("a mistake of ours")
 
     client: Any = Broken()
+    before = threading.enumerate()
     with pytest.raises(RuntimeUnavailable, match="not read to its end"):
         list(_merge_logs(client, ["k1", "k2"], {}))
+    for thread in threading.enumerate():
+        if thread not in before:  # it tells of its mistake after the log's end
+            thread.join(20)
 
 
 async def test_tables_fit_the_terminal_and_keep_their_lines(up: Daemon) -> None:

@@ -9,6 +9,7 @@ from agentd.core.devices import (
     Health,
     Inventory,
     SecondarySlot,
+    Withholding,
     natural_key,
     with_shared_health,
 )
@@ -156,12 +157,14 @@ def test_devices_that_two_plugins_offer_are_few_warnings() -> None:
 def test_withheld_devices_are_one_condition_for_each_reason() -> None:
     simulated = [replace(d, is_simulated=True, device_id=DeviceId("sim", "0")) for d in gpus(1)]
     inventory = Inventory.of([], [*cores(2), *simulated, *gpus(*[1] * 300)])
-    withheld = inventory.with_withheld("served by agentd other")
-    assert [*withheld.with_withheld("").devices] == [*inventory.devices]
+    withheld = inventory.with_withheld(Withholding("served by agentd other"))
+    assert [*withheld.with_withheld(Withholding()).devices] == [*inventory.devices]
     (condition,) = device_conditions(withheld)
     reason = "300 devices of cuda are withheld (cuda0, cuda1, cuda2, cuda3 and 296 more)"
     assert condition == Condition("plugin/cuda", f"{reason}: served by agentd other")
-    (condition,) = device_conditions(Inventory.of([], gpus(1)).with_withheld("served by other"))
+    (condition,) = device_conditions(
+        Inventory.of([], gpus(1)).with_withheld(Withholding("served by other"))
+    )
     assert condition == Condition("device/cuda/cuda0", "cuda0 is withheld: served by other")
 
 

@@ -16,7 +16,7 @@ from agentd.client import AsyncClient
 from agentd.client import exec as client_exec
 from agentd.errors import Unreachable
 from agentd.host.cgroups.usage import read_cgroups
-from agentd.host.processes import read_uids
+from agentd.procfs import read_uids
 from end_to_end.test_exec import SLEEPER, ran, websocket
 from support.daemon import AGENTS, BASE, Daemon, gpus, until_no_process
 from support.daemon_pool import Serving

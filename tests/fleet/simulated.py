@@ -219,8 +219,6 @@ class SimulatedCalls:
         body: bytes | None = None,
         headers: Any = None,
         patience_s: float = 30.0,
-        unheard_s: float = 3.0,
-        unreachable_s: float = 3.0,
     ) -> NodeAnswer:
         del caller, headers
         name = node.node_id
@@ -228,10 +226,8 @@ class SimulatedCalls:
             await asyncio.sleep(3)
             self.state.set_unreachable(name, "dropped")
             raise NodeNotCalled(f"{name} cannot be reached")
-        if name in self.state.unreachable:
-            patience_s = min(patience_s, unreachable_s)
         try:
-            async with self.state.call_timeout(name, patience_s, unheard_s):
+            async with self.state.call_timeout(name, patience_s):
                 is_large = body is not None
                 while name in self.nodes.silent or (name in self.nodes.swallowing and is_large):
                     await asyncio.sleep(1)
@@ -244,6 +240,9 @@ class SimulatedCalls:
             raise NodeAnswerLost(f"{name}: the answer is lost")
         self.state.set_unreachable(name, "")
         return answer
+
+    async def probe(self, node: FleetNode) -> None:
+        await self.call(node, ADMIN, "GET", "/v1/node", patience_s=3.0)
 
 
 class SimulatedGateway:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from agentd.host.processes import Proc, kill_matching, read_children, read_stat, read_uids
+from agentd.host.processes import Proc, kill_matching, read_children, read_stat
+from agentd.procfs import read_uids
 from support.host_faults import HOSTILE_NAMES, named_process
 
 

@@ -1,12 +1,13 @@
 """A create whose undo fails: the log and refusals quote nothing of its request."""
 
+import asyncio
+import errno
 from collections.abc import Awaitable, Callable
-from types import SimpleNamespace
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 import pytest
 
-from agentd.core.kernel.observation import KernelRef
 from agentd.errors import (
     AgentdError,
     CommandNotFound,
@@ -14,11 +15,12 @@ from agentd.errors import (
     OutcomeUnknown,
     Problem,
     RuntimeFailure,
+    StateUnavailable,
 )
 from agentd.runtimes.docker.docker_errors import DockerError
 from agentd.runtimes.docker.error_translation import unknown_outcome_error
-from agentd.runtimes.process.runtime import ProcessRuntime
-from agentd.runtimes.systemd.runtime import SystemdRuntime
+from agentd.runtimes.host.failed_create import undo_create
+from agentd.services.protocols import CreateUndone
 from contracts.test_runtime import plan
 
 ERRORS: dict[str, BaseException] = {
@@ -29,22 +31,18 @@ ERRORS: dict[str, BaseException] = {
 }
 
 
-def undo(kind: Any) -> Callable[[BaseException], Awaitable[None]]:
-    async def remove(_: KernelRef) -> None:
+async def undo_on_the_host(error: BaseException) -> None:
+    async def remove() -> None:
         raise RuntimeFailure('cannot stop: exec: "SECRET": busy')
 
-    return lambda error: kind._undo(SimpleNamespace(remove=remove), KernelRef("k1"), error)
+    await undo_create(remove(), error, Path("/kernels/k1"))
 
 
 async def undo_of_docker(error: BaseException) -> None:
     raise unknown_outcome_error(plan("true"), error)
 
 
-UNDOS = {
-    "docker": undo_of_docker,
-    "process": undo(ProcessRuntime),
-    "systemd": undo(SystemdRuntime),
-}
+UNDOS = {"docker": undo_of_docker, "process and systemd": undo_on_the_host}
 
 
 @pytest.mark.parametrize("fails", UNDOS.values(), ids=UNDOS)
@@ -63,3 +61,24 @@ async def test_engine_s_own_words_are_not_published_either() -> None:
     message = 'runc create failed: exec: "--token=SECRET": text file busy'
     error = unknown_outcome_error(plan("--token=SECRET"), DockerError(500, message))
     assert "SECRET" not in error.public_text()
+
+
+@pytest.mark.parametrize(
+    ("error", "raises"),
+    [
+        (OSError(errno.ENOSPC, "full"), pytest.raises(StateUnavailable, match="/kernels/k1: full")),
+        (asyncio.CancelledError(), pytest.raises(CreateUndone)),
+        (RuntimeFailure("x"), nullcontext()),
+    ],
+)
+async def test_undone_create_raises_what_proves_it(
+    error: BaseException, raises: AbstractContextManager[object]
+) -> None:
+    removed: list[str] = []
+
+    async def remove() -> None:
+        removed.append("k1")
+
+    with raises:
+        await undo_create(remove(), error, Path("/kernels/k1"))
+    assert removed == ["k1"]

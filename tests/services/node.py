@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from agentd.core.allocation.policy import AllocationPolicy
 from agentd.core.allocation.ports import PortRange
+from agentd.core.devices import Withholding
 from agentd.core.kernel.states import Kernel, KernelSpec
 from agentd.core.partition.rules import AgentRule, AllocationMode, SplitRules
 from agentd.core.slots import ONE, SlotKind, SlotType
@@ -70,9 +71,7 @@ class Rig:
         self.creates = PendingCreates(self.state, self.clock)
         self.available_cores = {0, 1, 2, 3}
         self.cores = LostCores(self.devices, real, lambda: self.available_cores, self.clock.steady)
-        self.devices.set_withholding(
-            lambda inventory: inventory.with_withheld("", self.cores.reasons)
-        )
+        self.devices.set_withholding(lambda _: Withholding(lost=self.cores.reasons))
         self.service = KernelService(self.node, planner, self.creates, *common, self.cores)
         self.holders = FakeHolders()
         self.events = events

@@ -5,7 +5,7 @@ from msgspec.structs import replace
 
 from agentd.core.claim.claim import ClaimSpec, NameHolder
 from agentd.core.conditions import Condition
-from agentd.core.devices import Device, DeviceId, Health, Inventory
+from agentd.core.devices import Device, DeviceId, Health, Inventory, Withholding
 from agentd.core.listings import restore_last_form
 from agentd.core.partition.plugin_assignment import PluginAssignment
 from agentd.core.partition.rules import (
@@ -102,6 +102,22 @@ async def test_whole_gpus_that_are_parts_now_hold_back_their_parts(rig: Rig) -> 
     spec = replace(rig.spec("k2"), slots={"cuda.device:1g-mig": 1}, spec_hash="other")
     with pytest.raises(InsufficientResource):
         await again.service.create(spec)
+
+
+async def test_withholding_that_changed_is_applied_in_two_passes(rig, monkeypatch) -> None:
+    """Each build is of every device of the node."""
+    built: list[int] = []
+    build = Inventory.of
+    reasons: dict[DeviceId, str] = {}
+    rig.devices.set_withholding(lambda _: Withholding(busy=reasons))
+    monkeypatch.setattr(Inventory, "of", lambda *args: built.append(1) or build(*args))
+    before = rig.devices.generation
+    rig.devices.update_withholding()
+    assert (rig.devices.generation, rig.free_gpus) == (before, 2)
+    built.clear()
+    reasons[DeviceId("cuda", "cuda0")] = "pid 7"
+    rig.devices.update_withholding()
+    assert (rig.devices.generation, rig.free_gpus, len(built)) == (before + 1, 1, 2)
 
 
 async def test_listing_raises_the_generation_only_when_it_changes(rig) -> None:

@@ -2,6 +2,7 @@ import pytest
 
 from agentd.core.claim.claim import NameHolder
 from agentd.core.conditions import Condition
+from agentd.core.devices import Withholding
 from agentd.errors import StateUnavailable, UnknownEngine
 from agentd.plugin_api import Measurement, ProcessUse
 from agentd.services.engines import AwaitedEngines
@@ -13,9 +14,7 @@ from support.fakes import FakeMemory
 
 def engines(rig: Rig, store: FakeMemory, boot: str = "boot-1", wanted="all") -> AwaitedEngines:
     made = AwaitedEngines(rig.devices, store, boot, {"kubernetes": wanted})
-    rig.devices.set_withholding(
-        lambda found: found.with_awaited_and_busy(made.awaited_devices(found), {})
-    )
+    rig.devices.set_withholding(lambda found: Withholding(awaited=made.awaited_devices(found)))
     return made
 
 
@@ -62,7 +61,7 @@ async def test_readiness_that_is_not_recorded_changes_nothing(rig: Rig) -> None:
 @pytest.mark.parametrize("withholds", [True, False])
 async def test_unclaimed_process_counts_after_a_while(rig: Rig, withholds: bool) -> None:
     watch = UnclaimedProcesses(rig.node, rig.plugins, rig.clock.steady, withholds=withholds)
-    rig.devices.set_withholding(lambda found: found.with_awaited_and_busy({}, watch.busy_reasons))
+    rig.devices.set_withholding(lambda _: Withholding(busy=watch.busy_reasons))
     device = rig.devices.inventory.by_name["cuda"][0]
     use = Measurement(device.stable_id, processes=[ProcessUse(17)])
     rig.plugins.measured = {"cuda": [use]}

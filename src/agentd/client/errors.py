@@ -30,6 +30,8 @@ from agentd.errors import (
 )
 
 _T = TypeVar("_T")
+MAX_CODE = 64
+"""Maximum characters of a code, which becomes part of texts about many nodes."""
 _SERVER_ERROR, _UNAVAILABLE = 500, 503
 _PROXY_ERRORS = (HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT)
 """Statuses of a proxy that got no answer."""
@@ -37,7 +39,8 @@ _PROXY_ERRORS = (HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, HTTPSta
 
 def error_from_problem(content: Mapping[str, Any]) -> AgentdError:
     """Return the error of a problem: its class by `code`; an unknown code becomes a `Refused`."""
-    code, detail = str(content.get("code", "Internal")), str(content.get("detail", content))
+    code = str(content.get("code", "Internal"))[:MAX_CODE]
+    detail = str(content.get("detail", content))
     error_class = _CLASSES.get(code)
     if error_class is None:
         kind = RefusedForNow if content.get("status") == _UNAVAILABLE else Refused

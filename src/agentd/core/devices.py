@@ -185,6 +185,19 @@ class Device(msgspec.Struct, frozen=True, dict=True):
         return normal_name(name) in names
 
 
+class Withholding(msgspec.Struct, frozen=True):
+    """Why devices are not allocated for now, by what withholds them."""
+
+    elsewhere: str = ""
+    """Why another agentd may serve the real accelerators, if it does."""
+    lost: Mapping[DeviceId, str] = {}
+    """Cores that the host has no more."""
+    awaited: Mapping[DeviceId, str] = {}
+    """The engine that has to compare them first."""
+    busy: Mapping[DeviceId, str] = {}
+    """The unclaimed process that uses them."""
+
+
 class Inventory(msgspec.Struct, frozen=True, eq=False, dict=True):
     """All devices of the node in natural order, and its slot types.
 
@@ -268,11 +281,22 @@ class Inventory(msgspec.Struct, frozen=True, eq=False, dict=True):
             for device in self.devices
         )
 
-    def with_withheld(self, reason: str, lost: Mapping[DeviceId, str] = {}) -> Inventory:
-        """Return the inventory with its real accelerators withheld, if for a reason, and cores."""
-        reasons = {d.device_id: reason for d in self.devices if d.is_real_accelerator} | {**lost}
+    def with_withheld(self, by: Withholding, unserved: Mapping[str, str] = {}) -> Inventory:
+        """Return the inventory in which exactly these devices are withheld.
+
+        No plugin serves the `unserved` device names.
+        """
+        reasons = {d.device_id: by.elsewhere for d in self.devices if d.is_real_accelerator}
+        reasons |= by.lost
         return self.with_devices(
-            replace(device, withheld=reasons.get(device.device_id, "")) for device in self.devices
+            replace(
+                device,
+                withheld=reasons.get(device.device_id, ""),
+                awaited=by.awaited.get(device.device_id, ""),
+                busy=by.busy.get(device.device_id, ""),
+                unserved=unserved.get(device.device_id.name, ""),
+            )
+            for device in self.devices
         )
 
     def with_excluded(self, exclude: Mapping[str, Collection[str]]) -> Inventory:
@@ -281,26 +305,6 @@ class Inventory(msgspec.Struct, frozen=True, eq=False, dict=True):
         named = set().union(*(named_devices(devices, entries) for devices, entries in pairs))
         return self.with_devices(
             replace(device, is_excluded=device.device_id in named) for device in self.devices
-        )
-
-    def with_unserved(self, reasons: Mapping[str, str]) -> Inventory:
-        """Return the inventory in which no plugin serves the devices of exactly these names."""
-        return self.with_devices(
-            replace(device, unserved=reasons.get(device.device_id.name, ""))
-            for device in self.devices
-        )
-
-    def with_awaited_and_busy(
-        self, awaited: Mapping[DeviceId, str], busy: Mapping[DeviceId, str]
-    ) -> Inventory:
-        """Return the inventory in which exactly these devices wait for an engine, or are busy."""
-        return self.with_devices(
-            replace(
-                device,
-                awaited=awaited.get(device.device_id, ""),
-                busy=busy.get(device.device_id, ""),
-            )
-            for device in self.devices
         )
 
     def with_health_unknown(

@@ -14,7 +14,7 @@ import msgspec
 
 from agentd.config.settings import Settings
 from agentd.core.claim.claim import Claim
-from agentd.core.devices import Inventory
+from agentd.core.devices import Inventory, Withholding
 from agentd.daemon import runtime_factory
 from agentd.events import EventLog
 from agentd.host.cgroups.usage import read_cgroups
@@ -222,11 +222,9 @@ def _withhold(
     engines: AwaitedEngines,
     unclaimed: UnclaimedProcesses,
     inventory: Inventory,
-) -> Inventory:
-    """Mark what another agentd may serve, an engine must compare, or others use, and lost cores."""
-    return inventory.with_withheld(lock.reason, cores.reasons).with_awaited_and_busy(
-        engines.awaited_devices(inventory), unclaimed.busy_reasons
-    )
+) -> Withholding:
+    awaited = engines.awaited_devices(inventory)
+    return Withholding(lock.reason, cores.reasons, awaited, unclaimed.busy_reasons)
 
 
 def build_site(

@@ -7,7 +7,7 @@ import os
 from collections.abc import AsyncIterator
 
 from agentd.config.settings import Settings
-from agentd.core.devices import group_by_name
+from agentd.core.devices import Withholding, group_by_name
 from agentd.core.slots import BUILT_IN
 from agentd.daemon import runtime_factory
 from agentd.daemon.host_names import HostNames
@@ -155,7 +155,7 @@ def withhold_if_served(settings: Settings, devices: NodeDevices) -> list[str]:
     with contextlib.suppress(ConfigRefused, StartRefused):
         lock = create_host_lock(settings)
         lock.read()
-        devices.set_withholding(lambda inventory: inventory.with_withheld(lock.reason))
+        devices.set_withholding(lambda _: Withholding(lock.reason))
         return [*map(str, lock.conditions())]
     return []
 

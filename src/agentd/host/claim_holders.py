@@ -18,9 +18,9 @@ from pathlib import Path
 import msgspec
 
 from agentd.core.claim.claim import CgroupHolder, ClaimHolder, ProcessHolder
-from agentd.host.processes import NO_PROCESS_ERRORS, open_pidfd, read_stat, read_uids
+from agentd.host.processes import NO_PROCESS_ERRORS, open_pidfd, read_stat
 from agentd.os_errors import OsErrorKind, os_error_kind
-from agentd.procfs import read_lines
+from agentd.procfs import read_lines, read_uids
 
 _EDGE_EVENTS = select.EPOLLPRI | select.EPOLLET
 

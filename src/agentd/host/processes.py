@@ -168,15 +168,6 @@ def read_env(pid: int) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def read_uids(pid: int) -> set[int]:
-    """Return the real, effective, saved and file system user ids of a process, none if it ended."""
-    try:
-        lines = read_lines(f"/proc/{pid}/status")
-    except NO_PROCESS_ERRORS:
-        return set()
-    return {int(uid) for line in lines if line.startswith("Uid:") for uid in line.split()[1:]}
-
-
 def all_processes() -> Iterator[Stat]:
     """Yield every process of the host that has not ended."""
     for name in os.listdir("/proc"):  # noqa: PTH208 - a scan of all processes, three times as fast

@@ -25,7 +25,8 @@ import structlog
 from agentd.concurrency import Walk, call_in_time
 from agentd.errors import RuntimeUnavailable
 from agentd.host.lookups import Lookups
-from agentd.host.processes import Proc, all_processes, read_env, read_stat, read_uids
+from agentd.host.processes import Proc, all_processes, read_env, read_stat
+from agentd.procfs import read_uids
 
 log = structlog.get_logger()
 

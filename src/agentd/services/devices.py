@@ -21,12 +21,7 @@ from agentd.core.device_conditions import (
     device_conditions,
     unmatched_exclusions,
 )
-from agentd.core.devices import (
-    Device,
-    Health,
-    Inventory,
-    by_any_name,
-)
+from agentd.core.devices import Device, Health, Inventory, Withholding, by_any_name
 from agentd.core.hardware_names import normal_name
 from agentd.core.listings import apply_listing
 from agentd.core.partition.manual import missing_by_name
@@ -92,7 +87,7 @@ class NodeDevices:
         self._stopped: Mapping[str, StoppedPlugin] = {}
         self._stop_lock = asyncio.Lock()
         self._generation = 0
-        self._withhold: Callable[[Inventory], Inventory] = lambda inventory: inventory
+        self._withholding: Callable[[Inventory], Withholding] = lambda _: Withholding()
         self._on_relisted: Callable[[], None] = lambda: None
 
     @property
@@ -196,9 +191,9 @@ class NodeDevices:
                 f"plugin {name}: {status.reason}",
                 keeps_unhealthy=status.state is not PluginState.STOPPED,
             )
-        if self._mark_unavailable(inventory) is not self.inventory:
-            log.info("devices.changed", plugin=name, generation=self._generation + 1)
-            self._apply_observed_change(inventory)
+        if self._apply(inventory):
+            log.info("devices.changed", plugin=name, generation=self._generation)
+            self._save()
 
     def _apply_listing(self, listing: PluginListing) -> Inventory:
         """Return the inventory with a plugin's listing, and keep its conditions."""
@@ -392,8 +387,8 @@ class NodeDevices:
         for device in devices:
             if device.stable_id not in inventory.by_identity:
                 inventory = inventory.with_device(device)
-        if inventory is not self.inventory:
-            self._apply_observed_change(inventory)
+        if self._apply(inventory):
+            self._save()
 
     def _apply_operator_change(self, inventory: Inventory, rules: SplitRules | None = None) -> None:
         """Apply an operator's change: save it first, or refuse it."""
@@ -454,19 +449,14 @@ class NodeDevices:
         self._store.save_devices(self._to_save(self.inventory, stopped, self._rules))
         self._stopped, self._unsaved = stopped, ""
 
-    def _apply_observed_change(self, inventory: Inventory) -> None:
-        self._apply(inventory)
-        self._save()
-
-    def set_withholding(self, suspended: Callable[[Inventory], Inventory]) -> None:
-        """Register a function that marks the devices which are not allocated for now."""
-        self._withhold = suspended
+    def set_withholding(self, withholding: Callable[[Inventory], Withholding]) -> None:
+        """Register a function that tells which devices are not allocated for now."""
+        self._withholding = withholding
         self.update_withholding()
 
     def update_withholding(self) -> None:
         """Mark the devices that are not allocated for now."""
-        if self._mark_unavailable(self.inventory) is not self.inventory:
-            self._apply(self.inventory)
+        self._apply(self.inventory)
 
     def _mark_unavailable(self, inventory: Inventory) -> Inventory:
         """Mark the devices that are not allocated for now, and those that no plugin serves."""
@@ -475,14 +465,18 @@ class NodeDevices:
             for status in self._plugins.statuses()
             if not status.is_serving and status.name in self._added_plugins
         }
-        inventory = inventory.with_excluded(self._rules.exclude)
-        return self._withhold(inventory).with_unserved(reasons)
+        excluded = inventory.with_excluded(self._rules.exclude)
+        return excluded.with_withheld(self._withholding(inventory), reasons)
 
-    def _apply(self, inventory: Inventory) -> None:
-        before = self.inventory
-        self._split = self.split.with_inventory(self._mark_unavailable(inventory))
+    def _apply(self, inventory: Inventory) -> bool:
+        """Apply an inventory with its marks, and return whether that changed anything."""
+        before, marked = self.inventory, self._mark_unavailable(inventory)
+        if marked is before:
+            return False
+        self._split = self.split.with_inventory(marked)
         self._generation += 1
         self._announce(before)
+        return True
 
     def on_relisted(self, callback: Callable[[], None]) -> None:
         """Register a callback for devices that are new, or offer other slots.

@@ -24,7 +24,7 @@ import msgspec
 
 from agentd.core.conditions import Condition
 from agentd.core.names import is_name
-from agentd.procfs import read_lines
+from agentd.procfs import read_lines, read_uids
 from agentd.state.locks import is_current
 from agentd.tomlfile.regular_files import MissingFile, UnusableFile, read_regular
 
@@ -178,17 +178,8 @@ def _is_locked_by_others(descriptor: int) -> bool:
     ]
     trusted = {0, os.geteuid()}
     return bool(holders) and not any(
-        (uids := _read_uids(pid)) and uids <= trusted for pid in holders
+        (uids := read_uids(pid)) and uids <= trusted for pid in holders
     )
-
-
-def _read_uids(pid: int) -> set[int]:
-    """Return the real, effective, saved and file system uid of a process, none if it has ended."""
-    try:
-        lines = read_lines(f"/proc/{pid}/status")
-    except OSError:
-        return set()
-    return {int(uid) for line in lines if line.startswith("Uid:") for uid in line.split()[1:]}
 
 
 def _parse_line(content: bytes) -> _Line | None:

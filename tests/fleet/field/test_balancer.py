@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from agentd.cli.agentctl import create
 from agentd.cli.agentctl.main import agentctl
 from agentd.client import AsyncClient
-from agentd.errors import AnswerLost, Unreachable
+from agentd.errors import AnswerLost, Unavailable, Unreachable
 
 CUT, RESET = "cut", "reset"
 COMMANDS = {
@@ -70,6 +70,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Give up sooner than people do."""
     monkeypatch.setattr(create, "RECONNECT_TIMEOUT_S", 1.0)
     monkeypatch.setattr(create, "_POLL_S", 0.02)
+    monkeypatch.setattr(Unavailable, "retry_after_s", 0)
     return
 
 

@@ -1,5 +1,6 @@
 """An operator keeps new kernels off a node, whatever the node's state; nothing else changes."""
 
+import asyncio
 import random
 from dataclasses import dataclass, field
 
@@ -23,6 +24,7 @@ from agentd_fleet.placement.choice import (
 from agentd_fleet.placement.refusals import refusal_error
 from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import Cordon, FleetNode, FleetView, NodeRuntime, NodeStatus
+from fleet import simulated
 from fleet.simulated import Fleet, run
 from fleet.view.test_fleet_view import fleet, node
 
@@ -105,6 +107,23 @@ def test_cordon_during_a_create_holds_for_its_next_try(monkeypatch: pytest.Monke
         fleet.one.state.set_cordon("n2", None)
         fleet.nodes.failing.clear()
         assert (await fleet.one.create("k1"))[0] == 201
+
+    run(1, story, monkeypatch)
+
+
+def test_node_cordoned_during_a_pull_gets_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pull ends with a refusal, long after the request took its view of the fleet."""
+    monkeypatch.setattr(simulated, "NODES", ("n1", "n2", "n3"))
+
+    async def story(fleet: Fleet) -> None:
+        gateway = fleet.one
+        gateway.placer._policy = PlacementPolicy.PACK
+        fleet.nodes.pull_s, fleet.nodes.failing["n1"] = 60.0, "RuntimeUnavailable"
+        creating = asyncio.create_task(gateway.create("k1"))
+        await asyncio.sleep(10)
+        gateway.state.set_cordon("n2", DISK)
+        assert await creating == (201, "n3")
+        assert not gateway.placer._failed.is_suspect("n2")
 
     run(1, story, monkeypatch)
 

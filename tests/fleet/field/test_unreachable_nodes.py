@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from agentd.errors import NodeUnavailable
@@ -21,6 +22,7 @@ from agentd_fleet.nodes.calls import GATEWAY, NodeNotCalled, Nodes
 from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import FleetNode, NodeStatus
 from end_to_end.fleet.network import Proxy
+from fleet.simulated import VirtualLoop
 from support.certificates import certificate, certificate_that_ends
 
 NODE = "node-1"
@@ -234,9 +236,116 @@ async def test_call_of_a_node_that_is_down_ends_soon(
     async with asyncio.timeout(5), Nodes(state) as nodes:
         with pytest.raises(NodeUnavailable):
             await nodes.call(node, GATEWAY, "DELETE", "/v1/kernels/k1", patience_s=3600.0)
-        with pytest.raises(NodeUnavailable):
-            await nodes.call(node, GATEWAY, "GET", "/v1/kernels/k1", unheard_s=0.1)
     assert state.unreachable == {}  # its state says so already
+
+
+async def test_node_that_failed_a_call_is_asked_whether_it_works_again(place: Place) -> None:
+    """A slow call must not fail, and mark the node again, because an earlier one was lost."""
+    paths: list[tuple[str, str]] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        paths.append((request.method, request.path))
+        assert request.method == "GET" or NODE not in state.unreachable
+        return await answered(request)
+
+    place.answer, state = answer, FleetState()
+    node = listed(await place.serve())
+    state.update_node(node)
+    async with Nodes(state) as nodes:
+        state.set_unreachable(NODE, "Connection refused")
+        for _ in range(2):
+            await nodes.call(node, GATEWAY, "DELETE", "/v1/kernels/k1", patience_s=3600.0)
+    delete = ("DELETE", "/v1/kernels/k1")
+    assert paths == [("GET", "/v1/node"), delete, delete]
+
+
+CALLS: dict[str, Callable[[Nodes, FleetNode], Awaitable[object]]] = {
+    "delete": lambda nodes, node: nodes.call(node, GATEWAY, "DELETE", "/k1", patience_s=3600.0),
+    "exec": lambda nodes, node: nodes.open_websocket(node, GATEWAY, "/k1/exec"),
+}
+
+
+@pytest.mark.parametrize("method", CALLS)
+async def test_node_that_is_still_silent_is_not_called(
+    place: Place, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    monkeypatch.setattr(calls, "ANSWER_TIMEOUT_S", 0.2)
+    paths: list[str] = []
+
+    async def hang(request: web.Request) -> web.Response:
+        paths.append(request.path)
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    place.answer, state = hang, FleetState()
+    node = listed(await place.serve())
+    state.update_node(node)
+    async with Nodes(state) as nodes:
+        state.set_unreachable(NODE, "no answer in time")
+        with pytest.raises(NodeNotCalled):
+            await CALLS[method](nodes, node)
+    assert paths == ["/v1/node"]
+
+
+CHANGES = {
+    "it moves": ([{"url": "http://b"}], False),
+    "it returns": ([{"status": NodeStatus.LOST}, {}], False),
+    "it reports": ([{"generation": 2}], True),
+    "it is lost": ([{"status": NodeStatus.LOST}], True),
+}
+
+
+@pytest.mark.parametrize(("changes", "is_marked"), CHANGES.values(), ids=CHANGES)
+async def test_reason_of_a_failed_call_ends_at_a_move_or_a_return(
+    changes: list[dict[str, Any]], *, is_marked: bool
+) -> None:
+    state = FleetState()
+    state.update_node(listed("http://a"))
+    state.set_unreachable(NODE, "")
+    state.set_unreachable(NODE, "Connection refused")
+    for change in changes:
+        state.update_node(replace(listed("http://a"), **change))
+    node = state.node(NODE)
+    assert node is not None
+    assert (bool(node.unreachable), NODE in state.unreachable) == (is_marked, is_marked)
+    assert not state.has_answered(NODE)
+
+
+DURING_A_CALL: dict[str, tuple[Callable[[FleetState], None], Callable[[FleetState], None], bool]]
+DURING_A_CALL = {
+    "another call fails": (
+        lambda state: state.set_unreachable(NODE, "reset"),
+        lambda _: None,
+        True,
+    ),
+    "it is lost for a moment": (
+        lambda state: state.mark_lost(NODE, 0.0),
+        lambda state: state.update_node(listed("http://a")),
+        True,
+    ),
+    "it is lost": (lambda state: state.mark_lost(NODE, 0.0), lambda _: None, False),
+    "it is forgotten": (lambda state: state.forget(NODE), lambda _: None, False),
+}
+
+
+@pytest.mark.parametrize(
+    ("event", "then", "is_answered"), DURING_A_CALL.values(), ids=DURING_A_CALL
+)
+def test_slow_call_goes_on_while_its_node_is_ready(
+    event: Callable[[FleetState], None], then: Callable[[FleetState], None], *, is_answered: bool
+) -> None:
+    async def stop_slowly() -> None:
+        loop, state = asyncio.get_running_loop(), FleetState()
+        state.update_node(listed("http://a"))
+        loop.call_later(1.0, event, state)
+        loop.call_later(2.0, then, state)
+        with nullcontext() if is_answered else pytest.raises(TimeoutError):
+            async with state.call_timeout(NODE, 3600.0):
+                await asyncio.sleep(60)
+        assert loop.time() < 61
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(stop_slowly())
 
 
 async def test_silent_names_delay_no_other_name(place: Place) -> None:

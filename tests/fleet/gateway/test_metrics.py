@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 from aiohttp.test_utils import make_mocked_request
 
+from agentd.client.errors import error_from_problem
 from agentd.core.access import Caller, Role
-from agentd.errors import KernelConflict
+from agentd.errors import AgentdError, KernelConflict
 from agentd.http.problem_responses import CREATE_CODES
 from agentd.http.prometheus import render_exposition
 from agentd_fleet.gateway import handlers
@@ -32,7 +33,7 @@ def creates(counts: GatewayCounts, caller: Caller) -> dict[str, float]:
 @pytest.mark.parametrize("caller", [ADMIN, TEAM], ids=lambda caller: caller.role.value)
 def test_counter_of_creates_starts_at_zero_for_every_result(caller: Caller) -> None:
     counts = GatewayCounts()
-    assert creates(counts, caller) == dict.fromkeys({"placed", *CREATE_CODES}, 0)
+    assert creates(counts, caller) == dict.fromkeys({"placed", "Other", *CREATE_CODES}, 0)
     with pytest.raises(KernelConflict), counts.create():
         raise KernelConflict("taken")
     with counts.create():
@@ -42,6 +43,18 @@ def test_counter_of_creates_starts_at_zero_for_every_result(caller: Caller) -> N
         "KernelConflict": 1,
         "placed": 1,
     }
+
+
+def test_nodes_choose_no_labels() -> None:
+    counts = GatewayCounts()
+    for number in range(100):
+        content = {"code": f"Own{number}" + "x" * 20_000, "status": 422, "detail": "so"}
+        error = error_from_problem(content)
+        assert len(error.code) <= 64
+        with pytest.raises(AgentdError), counts.create():
+            raise error
+    after = creates(counts, ADMIN)
+    assert (after["Other"], after.keys()) == (100, {"placed", "Other", *CREATE_CODES})
 
 
 async def test_scrape_waits_for_no_thread_of_others(

@@ -12,15 +12,18 @@ from typing import TypeVar
 
 import structlog
 from aiohttp import web
+from msgspec.structs import replace
 
 from agentd.concurrency import start_pool
 from agentd.core.access import Caller, Right, roles_with
+from agentd.core.names import is_name
 from agentd.errors import (
     AgentdError,
     Forbidden,
     InvalidRequest,
     Problem,
     SlotTypeInUse,
+    UnknownNode,
     UnknownSlotType,
 )
 from agentd.events import EventLog
@@ -50,7 +53,7 @@ from agentd_fleet.placement.kernels import (
 )
 from agentd_fleet.placement.placer import Placer
 from agentd_fleet.placement.requests import FleetKernelRequest, to_placement_request
-from agentd_fleet.view.fleet_view import Cordon, FleetView, NodeStatus
+from agentd_fleet.view.fleet_view import Cordon, FleetNode, FleetView, NodeStatus
 
 log = structlog.get_logger()
 _T = TypeVar("_T")
@@ -104,14 +107,16 @@ class Gateway(Site):
 
     async def get_node(self, request: web.Request) -> web.Response:
         """Show one node."""
-        caller, view = caller_of(request), self._state.view
-        node = self._kernels.visible_node(caller, request.match_info["node"])
+        caller, view, node = caller_of(request), self._state.view, self._requested_node(request)
         return self._revision_answer(views.node_view(view, node, caller.agents), view.revision)
+
+    def _requested_node(self, request: web.Request) -> FleetNode:
+        """Return the node that a request names."""
+        return self._kernels.visible_node(caller_of(request), request.match_info["node"])
 
     async def forget_node(self, request: web.Request) -> web.Response:
         """Forget a node that does not report, and the routes to it."""
-        caller = caller_of(request)
-        node = self._kernels.visible_node(caller, request.match_info["node"])
+        node = self._requested_node(request)
         if node.status is NodeStatus.READY or not await self._store.forget(node):
             reason = f"node {node.node_id} reports or has just returned, expected lost"
             raise InvalidRequest([Problem("node", reason)])
@@ -120,20 +125,28 @@ class Gateway(Site):
     async def cordon_node(self, request: web.Request) -> web.Response:
         """Keep new kernels off a node until it is uncordoned; those that run go on."""
         reason = read_body(CordonRequest, await receive_body(request)).reason
-        caller = caller_of(request)
-        node = self._kernels.visible_node(caller, request.match_info["node"])
-        if node.cordon is not None and reason in ("", node.cordon.reason):
-            return await self.get_node(request)
-        since = node.cordon.since if node.cordon is not None else datetime.now(UTC).isoformat()
-        return await self._set_cordon(request, Cordon(reason, caller.name, since))
+        node, by = self._requested_node(request), caller_of(request).name
+        cordon = node.cordon or Cordon(reason, by, datetime.now(UTC).isoformat())
+        if reason not in ("", cordon.reason):
+            cordon = replace(cordon, reason=reason, by=by)
+        return await self._set_cordon(request, node, cordon)
 
     async def uncordon_node(self, request: web.Request) -> web.Response:
         """Place kernels on a node again."""
-        return await self._set_cordon(request, None)
+        return await self._set_cordon(request, self._requested_node(request), None)
 
-    async def _set_cordon(self, request: web.Request, cordon: Cordon | None) -> web.Response:
-        """Cordon or uncordon the requested node, and show it once this gateway applies that."""
-        node = self._kernels.visible_node(caller_of(request), request.match_info["node"])
+    async def _set_cordon(
+        self, request: web.Request, node: FleetNode, cordon: Cordon | None
+    ) -> web.Response:
+        """Cordon or uncordon a node, and show it once this gateway applies that.
+
+        It is written even if the node is so already: the view of this gateway may be an old one.
+
+        Raises:
+            UnknownNode: this is an address, without etcd, whose node has never answered.
+        """
+        if not is_name(node.node_id):
+            raise UnknownNode(f"the node at {node.node_id} has not told its node id yet")
         await self._store.set_cordon(node.node_id, cordon)
         with contextlib.suppress(TimeoutError):  # another gateway changed it, too
             async with asyncio.timeout(APPLY_TIMEOUT_S):
@@ -264,13 +277,13 @@ class Gateway(Site):
 
     async def pass_to_node(self, request: web.Request) -> web.StreamResponse:
         """Proxy a call below /v1 to one node."""
-        caller, rest = caller_of(request), request.match_info["rest"]
+        rest = request.match_info["rest"]
         if request.method == "POST" and rest.endswith("/kernels"):
             reason = "create kernels with POST /v1/kernels and the node in placement.nodes"
             raise InvalidRequest([Problem("rest", reason)])
         if not {"", ".", ".."}.isdisjoint(rest.split("/")):
             raise InvalidRequest([Problem("rest", "expected a path without empty parts, . and ..")])
-        node = self._kernels.visible_node(caller, request.match_info["node"])
+        node = self._requested_node(request)
         path = request.rel_url.raw_path_qs.split("/", 4)[4]
         is_socket = "Upgrade" in request.headers
         proxy = proxy_websocket if is_socket else proxy_request

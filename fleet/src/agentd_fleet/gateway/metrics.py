@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from agentd.core.access import Caller
 from agentd.core.slots import ONE, SlotKind
+from agentd.error_codes import ERROR_CODES
 from agentd.errors import AgentdError
 from agentd.http.problem_responses import CREATE_CODES
 from agentd.http.prometheus import counter, gauge
@@ -18,7 +19,8 @@ from agentd_fleet.view.fleet_view import FleetView
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
-PLACED = "placed"
+PLACED, OTHER = "placed", "Other"
+"""The results of creates that are no code of `ERROR_CODES`: a node may answer any code."""
 USABLE = ("ready", "conflicting")
 """States of a node on which kernels can be created."""
 
@@ -27,7 +29,9 @@ class GatewayCounts:
     """Creates through this gateway by result; every possible result starts at zero."""
 
     def __init__(self) -> None:
-        self.creates: Counter[str] = Counter(dict.fromkeys((PLACED, *sorted(CREATE_CODES)), 0))
+        self.creates: Counter[str] = Counter(
+            dict.fromkeys((PLACED, OTHER, *sorted(CREATE_CODES)), 0)
+        )
 
     @contextmanager
     def create(self) -> Iterator[None]:
@@ -35,7 +39,7 @@ class GatewayCounts:
         try:
             yield
         except AgentdError as error:
-            self.creates[error.code] += 1
+            self.creates[error.code if error.code in ERROR_CODES else OTHER] += 1
             raise
         self.creates[PLACED] += 1
 

@@ -21,12 +21,13 @@ from yarl import URL
 
 from agentd.client.errors import error_from_response
 from agentd.client.names import ThreadResolver
+from agentd.client.paths import api_path
 from agentd.core.access import Caller, Role
 from agentd.errors import AgentdError, NodeUnavailable, UnknownKernel
 from agentd.http.callers import CALLER_HEADER, NODE_HEADER
 from agentd.http.connections.admission import enable_keepalive
 from agentd.http.streaming.websocket import MAX_FRAME
-from agentd_fleet.view.fleet_state import FleetState
+from agentd_fleet.view.fleet_state import ANSWER_TIMEOUT_S, FleetState
 from agentd_fleet.view.fleet_view import FleetNode, NodeStatus
 from agentd_fleet.view.reports import UNREADABLE, unreachable_reason
 
@@ -37,14 +38,12 @@ REFUSAL_REASONS: Mapping[int, str] = {
     HTTPStatus.MISDIRECTED_REQUEST: "is not the node at its address",
 }
 REDIRECT_STATUSES = range(300, 400)
-ANSWER_TIMEOUT_S = 3.0
-"""Seconds for a connection, its names included; for a decision; and for any answer of a node that
-is known not to answer."""
 KEEPALIVE_S = 3.0
 """Seconds for which an idle connection is used again: later its node may be behind a firewall."""
 CALL_TIMEOUT_S = 30.0
 """Seconds that a node may take for calls that do not wait for a kernel."""
 CREATE_TIMEOUT_S = 3600.0
+PROBE_PATH = api_path("node")
 TCP_USER_TIMEOUT_MS = 20_000
 MAX_ANSWER = 64 << 20
 """Maximum bytes of an answer that is read completely: a page of a list has a fraction of it."""
@@ -133,13 +132,11 @@ class Nodes:
         body: bytes | None = None,
         headers: Mapping[str, str] | None = None,
         patience_s: float = CALL_TIMEOUT_S,
-        unheard_s: float = ANSWER_TIMEOUT_S,
-        unreachable_s: float = ANSWER_TIMEOUT_S,
     ) -> NodeAnswer:
         """Call a node and return its answer, even a problem.
 
-        The call takes at most `patience_s`, `unheard_s` once the node is not ready, and
-        `unreachable_s` if this gateway's last call to it failed.
+        The call takes at most `patience_s`, and `ANSWER_TIMEOUT_S` while the node is not ready. A
+        node that did not answer this gateway's last call must answer a probe first.
 
         Raises:
             NodeNotCalled: no connection could be made.
@@ -147,10 +144,7 @@ class Nodes:
         """
         opening = self.open_response(node, caller, method, path, body=body, headers=headers)
         try:
-            async with (
-                self.call_timeout(node, patience_s, unheard_s, unreachable_s),
-                opening as response,
-            ):
+            async with self.call_timeout(node, patience_s), opening as response:
                 content = await _read_body(node, response)
         except (aiohttp.ClientError, OSError) as error:
             raise self._failed(node, NodeAnswerLost, _reason(error), SILENT) from None
@@ -194,21 +188,20 @@ class Nodes:
             kind = NodeNotCalled if isinstance(error, NOT_CONNECTED) else NodeAnswerLost
             raise self._failed(node, kind, _reason(error), SILENT) from None
 
-    def call_timeout(
-        self,
-        node: FleetNode,
-        patience_s: float,
-        unheard_s: float = ANSWER_TIMEOUT_S,
-        unreachable_s: float = ANSWER_TIMEOUT_S,
-    ) -> AbstractAsyncContextManager[None]:
-        """Limit a call as described at `call`.
+    def call_timeout(self, node: FleetNode, limit_s: float) -> AbstractAsyncContextManager[None]:
+        """Limit a call (`FleetState.call_timeout`)."""
+        return self._state.call_timeout(node.node_id, limit_s)
+
+    async def probe(self, node: FleetNode) -> None:
+        """Call a node, only to know whether this gateway reaches it.
 
         Raises:
-            TimeoutError: the call took longer.
+            NodeNotCalled: it does not.
         """
-        if node.node_id in self._state.unreachable:
-            patience_s = min(patience_s, unreachable_s)
-        return self._state.call_timeout(node.node_id, patience_s, unheard_s)
+        try:
+            await self.call(node, GATEWAY, "GET", PROBE_PATH, patience_s=ANSWER_TIMEOUT_S)
+        except NodeAnswerLost as error:
+            raise NodeNotCalled(str(error)) from None
 
     @asynccontextmanager
     async def open_response(
@@ -227,7 +220,7 @@ class Nodes:
             NodeNotCalled: no connection could be made.
             NodeAnswerLost: there is no answer.
         """
-        session, url, identity = self._target(node, caller, path)
+        session, url, identity = await self._target(node, caller, path)
         request_headers = {**(headers or {}), **identity}
         data: dict[str, Any] = {"data": body} if body is not None else {}
         with self._reported(node):
@@ -255,26 +248,28 @@ class Nodes:
             NodeNotCalled: no connection could be made.
             NodeAnswerLost: there is no answer.
         """
-        session, url, identity = self._target(node, caller, path)
         try:
             with self._reported(node):
                 async with self.call_timeout(node, CALL_TIMEOUT_S):
+                    session, url, identity = await self._target(node, caller, path)
                     return await session.ws_connect(
                         url, headers=identity, max_msg_size=MAX_FRAME, autoping=False
                     )
         except aiohttp.WSServerHandshakeError:
             return None
 
-    def _target(
+    async def _target(
         self, node: FleetNode, caller: Caller, path: str
     ) -> tuple[aiohttp.ClientSession, URL, dict[str, str]]:
         """Return the session, the URL and the headers of a call.
 
         Raises:
-            NodeNotCalled: the node must not be called.
+            NodeNotCalled: the node must not be called, or still does not answer.
         """
         if reason := unreachable_reason(node.url):
             raise NodeNotCalled(f"node {node.node_id}: {node.exclusion_reason or reason}")
+        if node.node_id in self._state.unreachable and path != PROBE_PATH:
+            await self.probe(node)
         session, address = self._session(node.url)
         token = {} if node.url.startswith(UNIX) else self._headers
         identity = {**token, CALLER_HEADER: caller.to_text(), NODE_HEADER: node.node_id}

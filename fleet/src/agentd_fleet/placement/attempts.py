@@ -160,8 +160,6 @@ class AttemptRunner:
             body=request.body,
             headers=request.headers,
             patience_s=CREATE_TIMEOUT_S,
-            unheard_s=self._timeouts.retry_pause_s,
-            unreachable_s=CREATE_TIMEOUT_S,
         )
         return _require_kernel_id(answer, route)
 

@@ -229,8 +229,8 @@ def _agents(node: FleetNode, constraints: Constraints) -> Collection[str]:
 
 def _node_rejection_reason(view: FleetView, node: FleetNode, requested: ResourceSlots) -> str:
     """Return why no agent of a node can serve a request, empty if one can."""
-    if node.cordon is not None:
-        return f"{CORDONED}: {node.cordon.reason}".removesuffix(": ")
+    if reason := cordon_reason(node):
+        return reason
     if node.status is not NodeStatus.READY:
         return node.status.value
     if reason := node.reported_reason:
@@ -242,6 +242,11 @@ def _node_rejection_reason(view: FleetView, node: FleetNode, requested: Resource
         if name not in node.slot_types or name not in view.slot_types:
             return f"lack {name}"
     return ""
+
+
+def cordon_reason(node: FleetNode) -> str:
+    """Return the class of a cordoned node, empty for another one."""
+    return "" if node.cordon is None else f"{CORDONED}: {node.cordon.reason}".removesuffix(": ")
 
 
 def _runtime_rejection_reason(node: FleetNode, constraints: Constraints) -> str:

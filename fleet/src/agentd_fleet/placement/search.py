@@ -25,11 +25,17 @@ from agentd.errors import (
     NodeUnavailable,
     Unavailable,
 )
-from agentd_fleet.nodes.calls import ANSWER_TIMEOUT_S, NodeAnswer
+from agentd_fleet.nodes.calls import NodeAnswer
 from agentd_fleet.placement.attempts import PlacementUnknown, RouteTakenOver, creates_path
 from agentd_fleet.placement.backend import FleetBackend
-from agentd_fleet.placement.choice import Candidate, PlacementPolicy, choose_candidates
+from agentd_fleet.placement.choice import (
+    Candidate,
+    PlacementPolicy,
+    choose_candidates,
+    cordon_reason,
+)
 from agentd_fleet.placement.requests import PlacementRequest
+from agentd_fleet.view.fleet_state import ANSWER_TIMEOUT_S
 from agentd_fleet.view.fleet_view import FleetView
 
 MAX_TRIES = 8
@@ -50,16 +56,17 @@ class FailedNodes:
         self._failed_at: dict[str, float] = {}
         self._lost_at: dict[str, float] = {}
 
-    def add(self, node_id: str, error: AgentdError, *, is_placed: bool = False) -> None:
-        """Note a node that was unavailable.
-
-        One that cannot pull an image is one of them once another node had it (`is_placed`).
-        """
+    def add(self, node_id: str, error: AgentdError) -> None:
+        """Note a node that was unavailable."""
         now = asyncio.get_running_loop().time()
-        if _is_node_failure(error) or (is_placed and isinstance(error, ImageUnavailable)):
+        if _is_node_failure(error):
             self._failed_at[node_id] = now
         if isinstance(error, (NodeUnavailable, PlacementUnknown)):
             self._lost_at[node_id] = now
+
+    def add_without_image(self, node_id: str) -> None:
+        """Note a node that cannot pull an image which another node had."""
+        self._failed_at[node_id] = asyncio.get_running_loop().time()
 
     def node_ids(self) -> frozenset[str]:
         """Return the nodes that failed within `FAILED_FOR_S`."""
@@ -115,8 +122,8 @@ class Search:
         while self._tries and (self._queue or self._draw()):
             first, is_asking = self._queue[0], bool(self.refused) or self._query.is_dry_run
             node = self._state.node(first.node_id)
-            if node is not None and node.cordon is not None:  # since the view
-                error = NodeUnavailable(f"node {first.node_id} was cordoned")
+            if node is not None and (reason := cordon_reason(node)):  # since the view
+                error = NodeUnavailable(f"node {first.node_id} is {reason}")
                 self.refused.append((self._queue.popleft().node_id, error))
                 continue
             if first in self.decisions or not (is_asking or self._is_doubtful(first.node_id)):
@@ -147,7 +154,8 @@ class Search:
     def note_placed(self) -> None:
         """Note that an agent took the kernel that the others refused."""
         for node_id, error in self.refused:
-            self._failed.add(node_id, error, is_placed=True)
+            if isinstance(error, ImageUnavailable):
+                self._failed.add_without_image(node_id)
 
     def _draw(self) -> bool:
         """Queue further candidates; return whether there are any."""

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from agentd.client.calls import Call
 from agentd.client.paths import api_path
 from agentd.errors import AgentdError, NodeUnavailable
-from agentd_fleet.nodes.calls import ANSWER_TIMEOUT_S, GATEWAY
+from agentd_fleet.nodes.calls import GATEWAY
 from agentd_fleet.placement.attempts import PlacementTimeouts
 from agentd_fleet.placement.backend import FleetBackend
 from agentd_fleet.placement.placer import Placer
@@ -104,11 +104,8 @@ class Sweep:
         return sorted(nodes, key=lambda node: not node.unreachable)[:MAX_PROBES]
 
     async def _probe(self, node: FleetNode) -> None:
-        """Call a node, only to know whether this gateway reaches it."""
         with suppress(NodeUnavailable):
-            await self._nodes.call(
-                node, GATEWAY, "GET", api_path("node"), patience_s=ANSWER_TIMEOUT_S
-            )
+            await self._nodes.probe(node)
 
     async def _check_node(
         self, node_id: str, node_routes: Sequence[StoredRoute], now: float

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
@@ -21,6 +22,9 @@ ANSWERED_S = 15.0
 """Seconds for which an answer vouches that this gateway reaches a node."""
 MAX_LOGGED, LOGGED_S = 8, 3600.0
 """Maximum different reasons of one node that are logged in this many seconds, each once."""
+ANSWER_TIMEOUT_S = 3.0
+"""Seconds for a connection, its names included; for a decision; and for any answer of a node that
+is not ready."""
 FOLD_S = 0.005
 """Seconds in which reports are collected before they are folded."""
 
@@ -37,7 +41,7 @@ class FleetState:
         self._revision = 0
         self._debits: dict[str, asyncio.TimerHandle] = {}
         self._fold_timer: asyncio.TimerHandle | None = None
-        self._shorten_callbacks: dict[str, set[Callable[[], None]]] = {}
+        self._limit_callbacks: defaultdict[str, set[Callable[[], None]]] = defaultdict(set)
         self._cordons: dict[str, Cordon] = {}
         self._cordon_changed = asyncio.Event()
         self._unreachable: dict[str, str] = {}
@@ -65,6 +69,12 @@ class FleetState:
 
     def update_node(self, node: FleetNode) -> None:
         """Apply a node's report."""
+        previous = self._reported.get(node.node_id)
+        is_ready = node.status is NodeStatus.READY
+        was_ready = previous is not None and previous.status is NodeStatus.READY
+        if previous is not None and (previous.url != node.url or is_ready > was_ready):
+            self._unreachable.pop(node.node_id, None)
+            self._answered_at.pop(node.node_id, None)
         node = replace(
             node,
             cordon=self._cordons.get(node.node_id),
@@ -75,8 +85,8 @@ class FleetState:
         self._unfolded[node.node_id] = self._reported[node.node_id] = node
         self._fold_soon()
         self._forgotten.discard(node.node_id)
-        if node.status is not NodeStatus.READY:
-            self._shorten_calls(node.node_id)
+        if is_ready is not was_ready:
+            self._limit_calls(node.node_id)
 
     def log_reason(self, node: FleetNode) -> None:
         """Log the reason of a node's new report; a node that alternates does not fill the log."""
@@ -151,7 +161,8 @@ class FleetState:
         self._unreachable.pop(node_id, None)
         self._answered_at.pop(node_id, None)
         self._forgotten.add(node_id)
-        self._shorten_calls(node_id)
+        self._limit_calls(node_id)
+        self._limit_callbacks.pop(node_id, None)
 
     def new_slot_types(self, node: FleetNode) -> list[SlotType]:
         """Return the slot types of a node that are new to the fleet."""
@@ -193,30 +204,30 @@ class FleetState:
         return self.view
 
     @asynccontextmanager
-    async def call_timeout(
-        self, node_id: str, limit_s: float, unheard_s: float
-    ) -> AsyncIterator[None]:
-        """Limit a call to a node to `limit_s`, and to `unheard_s` while the node is not ready.
+    async def call_timeout(self, node_id: str, limit_s: float) -> AsyncIterator[None]:
+        """Limit a call to a node, to `ANSWER_TIMEOUT_S` while the node is not ready.
 
         Raises:
             TimeoutError: the call took longer.
         """
         loop = asyncio.get_running_loop()
-        deadline, node = loop.time() + limit_s, self.node(node_id)
+        deadline = loop.time() + limit_s
 
-        def shorten() -> None:
+        def limit() -> None:
+            node = self.node(node_id)
+            is_ready = node is not None and node.status is NodeStatus.READY
             if not timeout.expired():
-                timeout.reschedule(min(deadline, loop.time() + unheard_s))
+                soon = loop.time() + ANSWER_TIMEOUT_S
+                timeout.reschedule(deadline if is_ready else min(deadline, soon))
 
         async with asyncio.timeout_at(deadline) as timeout:
-            callbacks = self._shorten_callbacks.setdefault(node_id, set())
-            callbacks.add(shorten)
-            if node is None or node.status is not NodeStatus.READY:
-                shorten()
+            callbacks = self._limit_callbacks[node_id]
+            callbacks.add(limit)
+            limit()
             try:
                 yield
             finally:
-                callbacks.discard(shorten)
+                callbacks.discard(limit)
 
     def _fold_soon(self) -> None:
         """Schedule the fold of reports before a request needs it."""
@@ -227,9 +238,9 @@ class FleetState:
         self._fold_timer = None
         _ = self.view
 
-    def _shorten_calls(self, node_id: str) -> None:
-        for shorten in self._shorten_callbacks.pop(node_id, ()):
-            shorten()
+    def _limit_calls(self, node_id: str) -> None:
+        for limit in self._limit_callbacks.get(node_id, ()):
+            limit()
 
     def _next_revision(self) -> int:
         self._revision += 1

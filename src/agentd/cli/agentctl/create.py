@@ -42,8 +42,9 @@ from agentd.errors import (
 
 _POLL_S = 0.25
 RECONNECT_TIMEOUT_S, HELD_S = 15.0, 5.0
-"""Seconds that a create is repeated without an answer, after an attempt that held less long."""
+"""Seconds that a create is repeated, after an attempt whose connection was cut sooner."""
 _F = TypeVar("_F", bound=Callable[..., Any])
+_T = TypeVar("_T")
 
 _KERNEL_OPTIONS: Sequence[Callable[[_F], _F]] = (
     click.argument("command", nargs=-1, type=click.UNPROCESSED),
@@ -187,19 +188,23 @@ def with_progress(
 ) -> Mapping[str, Any]:
     """Create a kernel; show its state and its pull on a terminal meanwhile."""
     named = {"kernel_id": f"k-{uuid.uuid4().hex[:12]}", **body}
+    name = named["kernel_id"]
+    repeat = partial(create_repeatedly, partial(create, named), time.sleep, name)
     if not sys.stderr.isatty():
-        return _create_repeatedly(create, named)
+        return repeat()
     with ThreadPoolExecutor(1) as pool:
-        creating = pool.submit(_create_repeatedly, create, named)
+        creating = pool.submit(repeat)
         if not wait([creating], _POLL_S).done:
-            _show_pull(client, named["kernel_id"], creating)
+            _show_pull(client, name, creating)
         return creating.result()
 
 
-def _create_repeatedly(
-    create: Callable[[Mapping[str, Any]], Mapping[str, Any]], body: Mapping[str, Any]
-) -> Mapping[str, Any]:
-    """Create a kernel; a create whose answer is lost is repeated, which returns its kernel.
+def create_repeatedly(
+    create: Callable[[], _T], pause: Callable[[float], object], kernel_id: str = ""
+) -> _T:
+    """Create a kernel; repeat a request whose answer is lost, or that is refused for the moment.
+
+    With a `kernel_id`, the error names it, and nothing is repeated unless it may exist.
 
     Raises:
         AgentdError: it was refused, was never sent, or its outcome stayed unknown.
@@ -208,28 +213,24 @@ def _create_repeatedly(
     while True:
         began = time.monotonic()
         try:
-            return create(body)
+            return create()
         except Unavailable as error:
-            if deadline == math.inf and not isinstance(error, (AnswerLost, OutcomeUnknown)):
+            is_first, now = deadline == math.inf, time.monotonic()
+            if kernel_id and is_first and not isinstance(error, (AnswerLost, OutcomeUnknown)):
                 raise
-            deadline = create_deadline(deadline, began)
-            if time.monotonic() > deadline:
-                name = body["kernel_id"]
-                text = f"{error}; kernel {name} may exist: repeat the command with --id {name}"
-                error.args = (text,)
-                error.content = {**error.content, "detail": text, "kernel_id": name}
+            end = now + RECONNECT_TIMEOUT_S
+            is_cut = isinstance(error, AnswerLost) and now - began > HELD_S
+            deadline = end if is_cut else min(deadline, end)  # a balancer cuts the next one, too
+            pause_s = error.retry_after_s if error.content else 0
+            if now + pause_s > deadline:
+                if kernel_id:
+                    remedy = f"repeat the command with --id {kernel_id}"
+                    text = f"{error}; kernel {kernel_id} may exist: {remedy}"
+                    error.args = (text,)
+                    error.content = {**error.content, "detail": text, "kernel_id": kernel_id}
                 raise
+            pause(pause_s)
         time.sleep(_POLL_S)
-
-
-def create_deadline(deadline: float, began: float) -> float:
-    """Return until when a create is repeated, after an attempt that was not answered.
-
-    A connection that held for a while was cut by a balancer, as the next one will be.
-    """
-    now = time.monotonic()
-    end = now + RECONNECT_TIMEOUT_S
-    return end if now - began > HELD_S else min(deadline, end)
 
 
 def _show_pull(client: Client, kernel_id: str, creating: Future[Any]) -> None:

@@ -19,7 +19,7 @@ import click
 from agentd.cli.agentctl import completion
 from agentd.cli.agentctl.create import (
     RECONNECT_TIMEOUT_S,
-    create_deadline,
+    create_repeatedly,
     explaining_refusal,
     kernel_body,
     kernel_options,
@@ -189,22 +189,15 @@ class Run:
         Raises:
             AgentdError: it was refused, or nothing answered in time.
         """
-        end = math.inf
-        while True:
-            began = time.monotonic()
-            try:
-                if not self._signalled.is_set():
-                    self._client.create_kernel(self._agent, self._body)
-                    return
-                if self._own_kernel()["state"] not in STARTING_STATES:
-                    return
-            except Unavailable as error:
-                pause_s = error.retry_after_s if error.content else 0
-                end = create_deadline(end, began)
-                if time.monotonic() + pause_s > end:
-                    raise
-                self._signalled.wait(pause_s)
-            time.sleep(PAUSE_S)
+
+        def create() -> None:
+            if not self._signalled.is_set():
+                self._client.create_kernel(self._agent, self._body)
+                return
+            while self._own_kernel()["state"] in STARTING_STATES:
+                time.sleep(PAUSE_S)
+
+        create_repeatedly(create, self._signalled.wait)
 
     def _own_kernel(self) -> KernelView:
         """Return the kernel that this run created.

@@ -26,15 +26,12 @@ from agentd.core.kernel.record import DEVICE_LABEL
 from agentd.core.kernel.states import Kernel, KernelRef, KernelSpec, KernelState
 from agentd.core.kernel.usage import UsageReading
 from agentd.errors import (
-    AgentdError,
     CoresUnavailable,
     InvalidRequest,
     KernelConflict,
-    OutcomeUnknown,
     Problem,
     RuntimeFailure,
     RuntimeUnavailable,
-    public_reason,
 )
 from agentd.failpoints import hit_async
 from agentd.host.cgroups.hierarchies import MEMORY, PIDS, Cgroup, Cgroups
@@ -42,8 +39,8 @@ from agentd.host.cgroups.usage import read_usages
 from agentd.host.groups import with_group_ids
 from agentd.host.lookups import Lookups
 from agentd.host.systemd.dbus import SystemdManager
-from agentd.os_errors import os_error_as_refusal
 from agentd.plugin_api import Features
+from agentd.runtimes.host.failed_create import undo_create
 from agentd.runtimes.host.host_exec import ExecTarget, exec_unit_name, start_host_exec
 from agentd.runtimes.host.private_folder import Unreadable, os_errors_as_unavailable
 from agentd.runtimes.host.request_limits import (
@@ -64,7 +61,7 @@ from agentd.runtimes.process.spawn import (
     spawn_shim_unit,
     start_error,
 )
-from agentd.services.protocols import CreateProgress, CreateUndone, LogQuery, Session, Support
+from agentd.services.protocols import CreateProgress, LogQuery, Session, Support
 
 log = structlog.get_logger()
 
@@ -157,11 +154,10 @@ class ProcessRuntime:
         try:
             return await self._start(await self._with_group_ids(plan), bundle)
         except BaseException as error:
-            await self._undo(ref, error)
-            if isinstance(error, OSError):
-                raise os_error_as_refusal(error, str(bundle.path)) from error
-            if isinstance(error, asyncio.CancelledError):
-                raise CreateUndone from error
+            await undo_create(self.remove(ref), error, bundle.path)
+            if isinstance(error, CoresUnavailable) and self._manager is not None:
+                with suppress(RuntimeUnavailable):  # the next one says why it cannot start
+                    await self._manager.unload(_shim_unit(self._kernel_name(ref)))
             raise
 
     async def _start(self, plan: KernelPlan, bundle: Bundle) -> ObservedKernel:
@@ -207,21 +203,6 @@ class ProcessRuntime:
             return await spawns.call("the start of a kernel", spawn, MAX_SPAWN_TIMEOUT_S)
         unit = _shim_unit(plan.name)
         return await spawn_shim_unit(self._manager, unit, request, lock, spawns)
-
-    async def _undo(self, ref: KernelRef, error: BaseException) -> None:
-        """Remove the remains of a failed create.
-
-        Raises:
-            OutcomeUnknown: they cannot be removed.
-        """
-        try:
-            await self.remove(ref)
-        except AgentdError as cleanup_error:
-            reason = f"{public_reason(error)}; cleanup failed: {public_reason(cleanup_error)}"
-            raise OutcomeUnknown(reason) from error
-        if isinstance(error, CoresUnavailable) and self._manager is not None:
-            with suppress(RuntimeUnavailable):  # the next one says why it cannot start
-                await self._manager.unload(_shim_unit(self._kernel_name(ref)))
 
     def _create_cgroup(self, plan: KernelPlan) -> Cgroup | None:
         if self._cgroups is None or not self._cgroups.is_writable:

@@ -27,11 +27,9 @@ from agentd.errors import (
     InvalidRequest,
     KernelConflict,
     NotReady,
-    OutcomeUnknown,
     Problem,
     RuntimeFailure,
     RuntimeUnavailable,
-    public_reason,
 )
 from agentd.failpoints import hit_async
 from agentd.host.cgroups.usage import MOUNT
@@ -43,6 +41,7 @@ from agentd.host.systemd.dbus import SystemdManager, UnitExists, UnitRefused
 from agentd.os_errors import os_error_as_refusal
 from agentd.plugin_api import Features
 from agentd.runtimes.host.environment import kernel_environment
+from agentd.runtimes.host.failed_create import undo_create
 from agentd.runtimes.host.host_exec import ExecTarget, exec_unit_name, start_host_exec
 from agentd.runtimes.host.private_folder import TRASH, list_names, os_errors_as_unavailable
 from agentd.runtimes.host.request_limits import (
@@ -64,7 +63,6 @@ from agentd.runtimes.systemd.unit_observer import RUNTIME, UnitObserver, agent_o
 from agentd.runtimes.systemd.unit_state import LIVE_STATES, state_of
 from agentd.services.protocols import (
     CreateProgress,
-    CreateUndone,
     LogQuery,
     LogStream,
     Session,
@@ -167,13 +165,9 @@ class SystemdRuntime:
             bundle.remove()
             raise KernelConflict(str(error)) from error
         except BaseException as error:
-            await self._undo(KernelRef(kernel_id), error)
+            await undo_create(self.remove(KernelRef(kernel_id)), error, bundle.path)
             if isinstance(error, UnitRefused):
                 raise os_error_as_refusal(OSError(error.number, str(error)), "systemd") from error
-            if isinstance(error, OSError):
-                raise os_error_as_refusal(error, str(bundle.path)) from error
-            if isinstance(error, asyncio.CancelledError):
-                raise CreateUndone from error
             raise
         if kernel is None:
             raise RuntimeFailure(f"{unit} was removed during the start of its kernel")
@@ -208,18 +202,6 @@ class SystemdRuntime:
         error = RuntimeUnavailable(reason) if is_short else RuntimeFailure(reason)
         is_passing = status == _EXIT_USER and self._accounts.has_account(plan.spec.agent_id)
         return NotReady(reason, is_local=True) if is_passing else error
-
-    async def _undo(self, ref: KernelRef, error: BaseException) -> None:
-        """Remove the remains of a failed create.
-
-        Raises:
-            OutcomeUnknown: they cannot be removed.
-        """
-        try:
-            await self.remove(ref)
-        except AgentdError as cleanup_error:
-            reason = f"{public_reason(error)}; cleanup failed: {public_reason(cleanup_error)}"
-            raise OutcomeUnknown(reason) from error
 
     async def stop(self, ref: KernelRef, timeout_s: float | None) -> None:
         unit = unit_name(self._node_id, ref.kernel_id)

@@ -1,0 +1,73 @@
+"""`agentctl create` and `run` repeat a create on a clock of their own, and end."""
+
+from typing import Any
+
+import pytest
+
+from agentd.cli.agentctl import create, run
+from agentd.errors import (
+    AgentdError,
+    AnswerLost,
+    ImageUnavailable,
+    NodeUnavailable,
+    OutcomeUnknown,
+    Unavailable,
+)
+
+ATTEMPT_S = 10.0
+MANY = 100
+
+
+class Clock:
+    """The time of a program, which passes only while it sleeps or waits for an answer."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class SlowNode:
+    """A client of a node that takes long for each answer: one that is lost, then others."""
+
+    def __init__(self, clock: Clock, kind: type[Unavailable]) -> None:
+        self.clock, self.kind = clock, kind
+        self.attempts = 0
+
+    def create_kernel(self, *_: object, **__: object) -> dict[str, Any]:
+        self.attempts += 1
+        self.clock.sleep(ATTEMPT_S)
+        if self.attempts == MANY:
+            return {"kernel_id": "k1"}
+        raise self.kind("so") if self.attempts > 1 else AnswerLost("cut")
+
+
+def by_create(client: Any) -> None:
+    create.with_progress(client, {"kernel_id": "k1"}, client.create_kernel)
+
+
+def by_run(client: Any) -> None:
+    run.Run(client, "agent-1", {"kernel_id": "k1", "labels": {}})._create()
+
+
+@pytest.mark.parametrize("command", [by_create, by_run])
+@pytest.mark.parametrize("kind", [AnswerLost, OutcomeUnknown, ImageUnavailable, NodeUnavailable])
+def test_only_a_cut_after_a_while_is_repeated_on_and_on(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Unavailable], command: Any
+) -> None:
+    clock = Clock()
+    for module in (create, run):
+        monkeypatch.setattr(module, "time", clock)
+    node, ended = SlowNode(clock, kind), None
+    try:
+        command(node)
+    except AgentdError as error:
+        ended = type(error)
+    if kind is AnswerLost:  # a balancer cuts each of them, and a pull goes on meanwhile
+        assert (ended, node.attempts) == (None, MANY)
+    else:
+        assert (ended, node.attempts) == (kind, 3)
