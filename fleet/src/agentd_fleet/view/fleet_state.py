@@ -21,7 +21,7 @@ DEBIT_S = 3.0
 ANSWERED_S = 15.0
 """Seconds for which an answer vouches that this gateway reaches a node."""
 MAX_LOGGED, LOGGED_S = 8, 3600.0
-"""Maximum different reasons of one node that are logged in this many seconds, each once."""
+"""Maximum lines about one node in this many seconds."""
 ANSWER_TIMEOUT_S = 3.0
 """Seconds for a connection, its names included; for a decision; and for any answer of a node that
 is not ready."""
@@ -46,7 +46,7 @@ class FleetState:
         self._cordon_changed = asyncio.Event()
         self._unreachable: dict[str, str] = {}
         self._answered_at: dict[str, float] = {}
-        self._logged: dict[str, tuple[float, set[str]]] = {}
+        self._logged: dict[str, tuple[float, int]] = {}
         """The reasons logged of each node, and the time of the first one."""
 
     @property
@@ -91,17 +91,17 @@ class FleetState:
     def log_reason(self, node: FleetNode) -> None:
         """Log the reason of a node's new report; a node that alternates does not fill the log."""
         previous, reason = self._reported.get(node.node_id), node.reported_reason
-        since, reasons = self._logged.get(node.node_id, (-math.inf, set()))
+        since, lines = self._logged.get(node.node_id, (-math.inf, 0))
         if (now := time.monotonic()) >= since + LOGGED_S:
-            since, reasons = now, set()
+            since, lines = now, 0
         is_new = previous is None or previous.reported_reason != reason
         event = "node.unusable"
         if node.status is NodeStatus.NEWER:
             event = "node.schema_unsupported"
         elif node.exclusion_reason:
             event = "node.read_failed"
-        if is_new and reason not in reasons and len(reasons) < MAX_LOGGED:
-            self._logged[node.node_id] = since, {*reasons, reason}
+        if is_new and lines < MAX_LOGGED:
+            self._logged[node.node_id] = since, lines + 1
             log.warning(event, address=node.url, node_id=node.node_id, reason=reason)
 
     def set_cordon(self, node_id: str, cordon: Cordon | None) -> None:
