@@ -190,26 +190,24 @@ class GatewayCredentials:
             is_asked = await wait_event(hangup, RETRY_S)
             hangup.clear()
             if is_asked:
-                self._reasons = []
-            if is_asked or not self._is_complete:
-                if await self._read_all(server, is_asked=is_asked):
-                    log.info("gateway.reloaded")
+                self._is_complete, self._reasons = False, []
+            own, was_complete = self.own, self._is_complete
+            if not was_complete:
+                self._is_complete = await self._read_all(server)
             elif _may_be_refused(backend):
-                await self.read_again()
+                await self._apply(*self._own_parts)
+            is_reloaded = self._is_complete and not was_complete
+            if is_asked or is_reloaded or self.own is not own:
+                await self._log_weaknesses()
+            if is_reloaded:
+                log.info("gateway.reloaded")
 
     async def log_daily(self) -> None:
         """Log weak credentials once a day, forever."""
         await self._weaknesses.log_daily()
 
-    async def read_again(self) -> None:
-        """Read the own credentials again, because they may be refused."""
-        own = self.own
-        await self._apply(*self._own_parts)
-        if self.own is not own:
-            await self._log_weaknesses()
-
-    async def _read_all(self, server: Server, *, is_asked: bool) -> bool:
-        """Read all credentials, and the settings if asked; return whether all are in force."""
+    async def _read_all(self, server: Server) -> bool:
+        """Read the settings and all credentials; return whether all are in force."""
 
         def read_tokens_again() -> Callable[[], object]:
             missing: list[Problem] = []
@@ -224,7 +222,7 @@ class GatewayCredentials:
             return partial(server.replace_tls, certificate.context if certificate else None)
 
         try:
-            settings = await self._compute(self._reread) if is_asked else self._settings
+            settings = await self._compute(self._reread)
             rpc = rpc_settings(settings)
         except (ConfigRefused, StartRefused) as error:
             return self._log_refusal([str(error)])
@@ -232,28 +230,23 @@ class GatewayCredentials:
         parts = [*self._own_parts, read_tokens_again]
         if server.has_tls:
             parts.append(read_certificate_again)
-        self._is_complete = await self._apply(*parts)
-        if is_asked or self._is_complete:
-            await self._log_weaknesses()
-        return self._is_complete
+        return await self._apply(*parts)
 
     def _read_tls(self) -> Callable[[], object]:
         fleet = self._settings.fleet
         _refuse(expiry_problems("fleet.cert", fleet.cert, fleet.key))
         tls, contents = _read_tls(fleet)
-        return lambda: self._use(
-            replace(self.own, etcd=replace(self.own.etcd, tls=tls), tls=tls, tls_files=contents)
-        )
+        etcd = replace(self.own.etcd, tls=tls)
+        return partial(self._use, etcd=etcd, tls=tls, tls_files=contents)
 
     def _read_login(self) -> Callable[[], object]:
-        etcd = etcd_credentials(self._settings.fleet, self.own.tls)
-        return lambda: self._use(replace(self.own, etcd=replace(etcd, tls=self.own.tls)))
+        return partial(self._use, etcd=etcd_credentials(self._settings.fleet, self.own.tls))
 
     def _read_token(self) -> Callable[[], object]:
-        token = _read_node_token(self._settings)
-        return lambda: self._use(replace(self.own, node_token=token))
+        return partial(self._use, node_token=_read_node_token(self._settings))
 
-    def _use(self, own: OwnCredentials) -> None:
+    def _use(self, **changes: object) -> None:
+        own = replace(self.own, **changes)
         if own.contents != self.own.contents:
             self.own = own
             for on_change in self._on_change:

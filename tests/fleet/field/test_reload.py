@@ -296,10 +296,10 @@ async def test_tokens_in_force_after_a_hangup_when_a_file(
         return read_guarded_token(file, walk)
 
     monkeypatch.setattr(agentd.http.credentials, "read_guarded_token", read)
-    assert await credentials._read_all(server, is_asked=True) is (error is None)
+    assert await credentials._read_all(server) is (error is None)
     assert {token.secret for token in server.current_tokens} == tokens
     monkeypatch.undo()
-    assert await credentials._read_all(server, is_asked=False)
+    assert await credentials._read_all(server)
     assert {token.secret for token in server.current_tokens} == {SECRETS[0], "another"}
 
 
@@ -341,7 +341,7 @@ async def test_unusable_credential_does_not_hold_back(
     else:
         (tmp_path / spoiled).chmod(0o644)
     with capture_logs() as logged:
-        assert not await credentials._read_all(FakeServer(()), is_asked=True)
+        assert not await credentials._read_all(FakeServer(()))
     events = [line["event"] for line in logged]
     assert events.count("credential.replaced") == events.count("gateway.reload_refused") == 1
     after = {name: read(credentials) for name, read in OWN.items()}
