@@ -394,6 +394,7 @@ def errors_page() -> str:
             "`CommandNotFound` of a kernel without an image, or a `NotReady` for a group of this host.",
             "A code that is not in the table, of a newer node, is about that node, or about the moment if",
             "its status is 503; with another 5xx the outcome is unknown.",
+            "A fleet checks a body itself, so it asks other nodes about one node's `InvalidRequest`.",
             "",
             "A 503 has the header `Retry-After`: the seconds until the next try, which the client waits for.",
             "A node that answers a create with a 503 comes last in the choice of its fleet for 60 s; for",

@@ -9,6 +9,7 @@ from agentd.errors import (
     AgentdError,
     AnswerLost,
     ImageUnavailable,
+    KernelConflict,
     NodeUnavailable,
     OutcomeUnknown,
     Unavailable,
@@ -42,16 +43,21 @@ class SlowNode:
         self.attempts += 1
         self.clock.sleep(ATTEMPT_S)
         if self.attempts == MANY:
-            return {"kernel_id": "k1"}
+            raise KernelConflict("enough")
         raise self.kind("so") if self.attempts > 1 else AnswerLost("cut")
 
 
-def by_create(client: Any) -> None:
-    create.with_progress(client, {"kernel_id": "k1"}, client.create_kernel)
+def by_create(client: Any) -> object:
+    try:
+        return create.with_progress(client, {"kernel_id": "k1"}, client.create_kernel)
+    except AgentdError as error:
+        return error
 
 
-def by_run(client: Any) -> None:
-    run.Run(client, "agent-1", {"kernel_id": "k1", "labels": {}})._create()
+def by_run(client: Any) -> object:
+    running = run.Run(client, "agent-1", {"kernel_id": "k1", "labels": {}})
+    running._create_and_follow()
+    return running._events.get()
 
 
 @pytest.mark.parametrize("command", [by_create, by_run])
@@ -62,12 +68,9 @@ def test_only_a_cut_after_a_while_is_repeated_on_and_on(
     clock = Clock()
     for module in (create, run):
         monkeypatch.setattr(module, "time", clock)
-    node, ended = SlowNode(clock, kind), None
-    try:
-        command(node)
-    except AgentdError as error:
-        ended = type(error)
+    node = SlowNode(clock, kind)
+    outcome = command(node)
     if kind is AnswerLost:  # a balancer cuts each of them, and a pull goes on meanwhile
-        assert (ended, node.attempts) == (None, MANY)
+        assert (type(outcome), node.attempts) == (KernelConflict, MANY)
     else:
-        assert (ended, node.attempts) == (kind, 3)
+        assert (type(outcome), node.attempts) == (kind, 3)

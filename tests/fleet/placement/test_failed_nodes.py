@@ -8,15 +8,17 @@ import pytest
 
 from agentd.client.errors import error_from_problem
 from agentd.error_codes import ERROR_CODES, Scope
+from agentd_fleet.nodes.calls import NodeAnswer
 from agentd_fleet.placement.attempts import PlacementUnknown, RouteTakenOver
 from agentd_fleet.placement.choice import PlacementPolicy
 from agentd_fleet.placement.search import FAILED_FOR_S
 from agentd_fleet.store.route import KernelRoute
+from fleet import simulated
 from fleet.simulated import Fleet, run
 
 PASSED_ON = sorted(c for c, row in ERROR_CODES.items() if row.scope in (Scope.NODE, Scope.MOMENT))
 UNAVAILABLE = sorted(code for code, row in ERROR_CODES.items() if row.scope is Scope.MOMENT)
-FINAL = ("InvalidRequest", "CommandNotFound", "KernelConflict", "Forbidden", "UnknownClaim")
+FINAL = ("CommandNotFound", "KernelConflict", "Forbidden", "UnknownClaim")
 
 
 def creates(fleet: Fleet) -> list[str]:
@@ -64,7 +66,7 @@ def test_unavailable_node_comes_last_for_a_minute(monkeypatch: Any, code: str) -
     run(1, story, monkeypatch)
 
 
-@pytest.mark.parametrize("code", ["ImageNotFound", "RuntimeFailure", *FINAL])
+@pytest.mark.parametrize("code", ["ImageNotFound", "RuntimeFailure", "InvalidRequest", *FINAL])
 def test_other_refusals_are_no_failure_of_the_node(monkeypatch: Any, code: str) -> None:
     async def story(fleet: Fleet) -> None:
         packed(fleet)
@@ -85,6 +87,43 @@ def test_refusal_of_the_request_is_asked_of_one_node(monkeypatch: Any, code: str
         assert await fleet.one.create("k1") == (0, code)
         assert creates(fleet) == ["n1"]
         assert fleet.store.rows == {}
+
+    run(1, story, monkeypatch)
+
+
+ANSWERS = {
+    "one is older": ({"n1": "InvalidRequest", "n2": "Draining"}, (201, "n3")),
+    "one is older and one fails": ({"n1": "RuntimeFailure", "n2": "InvalidRequest"}, (201, "n3")),
+    "one has the id": ({"n1": "RuntimeFailure", "n2": "KernelConflict"}, (201, "n3")),
+    "one fails and the others have the id": (
+        {"n1": "RuntimeFailure", "n2": "KernelConflict", "n3": "KernelConflict"},
+        (0, "KernelConflict"),
+    ),
+    "it is invalid": (dict.fromkeys(("n1", "n2", "n3"), "InvalidRequest"), (0, "InvalidRequest")),
+}
+
+
+@pytest.mark.parametrize(("codes", "outcome"), ANSWERS.values(), ids=ANSWERS)
+def test_refusal_of_one_node_outweighs_no_agreement(
+    monkeypatch: Any, codes: dict[str, str], outcome: tuple[int, str]
+) -> None:
+    """Nodes refuse dry runs as well as creates."""
+    monkeypatch.setattr(simulated, "NODES", ("n1", "n2", "n3"))
+
+    async def story(fleet: Fleet) -> None:
+        packed(fleet)
+        created = fleet.nodes._created
+
+        def refused(node: str, name: str, path: str) -> NodeAnswer:
+            if node in codes:
+                return simulated._refusal(codes[node], ERROR_CODES[codes[node]].status)
+            return created(node, name, path)
+
+        monkeypatch.setattr(fleet.nodes, "_created", refused)
+        for number in range(5):
+            assert await fleet.one.create(f"k{number}") == outcome
+            assert len(creates(fleet)) <= 2
+        assert outcome[0] == 201 or fleet.store.rows == {}
 
     run(1, story, monkeypatch)
 

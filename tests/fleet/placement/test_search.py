@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from agentd_fleet.placement.choice import PlacementPolicy
-from agentd_fleet.view.fleet_view import FleetNode, NodeRuntime
+from agentd_fleet.view.fleet_view import FleetNode, NodeRuntime, NodeStatus
 from fleet import simulated
 from fleet.simulated import Fleet, run
 
@@ -167,6 +167,75 @@ def test_repetition_at_a_node_known_to_be_silent_ends_soon(
             assert loop.time() - began < 5
         assert fleet.store.rows.keys() == {"k1"}
         assert fleet.nodes.kernels["n2"] == {}
+
+    run(1, story, monkeypatch)
+
+
+@pytest.mark.parametrize("status", [NodeStatus.READY, NodeStatus.LOST])
+@pytest.mark.parametrize("is_placed", [True, False], ids=["placed", "placing"])
+@pytest.mark.parametrize("happens", UNANSWERED.values(), ids=UNANSWERED)
+def test_repetitions_at_a_silent_node_wait_for_none(
+    monkeypatch: Any, happens: Callable[[Fleet], None], status: NodeStatus, *, is_placed: bool
+) -> None:
+    async def story(fleet: Fleet) -> None:
+        loop = asyncio.get_running_loop()
+        fleet.one.placer._policy = PlacementPolicy.PACK
+        if not is_placed:
+            monkeypatch.setattr(fleet.one.placer, "_confirm_soon", lambda _: None)
+        assert await fleet.one.create("k1") == (201, "n1")
+        await fleet.one.placer.close()
+        happens(fleet)
+        for gateway in fleet.gateways:
+            if status is NodeStatus.LOST:
+                gateway.state.mark_lost("n1", 0.0)
+            else:
+                gateway.state.set_unreachable("n1", "dropped")
+        began, ends = loop.time(), []
+
+        async def repeat(gateway: simulated.SimulatedGateway, command: str) -> str:
+            answer = (await gateway.create("k1", command))[1]
+            ends.append(loop.time() - began)
+            return answer
+
+        repeats = [repeat(g, c) for _ in range(5) for g in fleet.gateways for c in ("x", "other")]
+        answers = await asyncio.gather(*repeats)
+        assert set(answers[::2]) <= {"OutcomeUnknown", "NodeUnavailable"}
+        assert set(answers[1::2]) == {"KernelConflict"}
+        assert max(ends) < 5
+        assert fleet.nodes.kernels["n2"] == {}
+
+    run(1, story, monkeypatch)
+
+
+def test_repetition_that_waits_for_its_first_ends_with_it(monkeypatch: Any) -> None:
+    """The node is lost while a create and its repetitions wait for a pull."""
+
+    async def story(fleet: Fleet) -> None:
+        loop, gateway = asyncio.get_running_loop(), fleet.one
+        gateway.placer._policy = PlacementPolicy.PACK
+        fleet.nodes.pull_s = 600.0
+        creating = [asyncio.create_task(gateway.create("k1")) for _ in range(9)]
+        await asyncio.sleep(60)
+        fleet.nodes.dropping.add("n1")
+        gateway.state.mark_lost("n1", 0.0)
+        await creating[0]
+        ended = loop.time()
+        assert {(await task)[1] for task in creating[1:]} <= {"OutcomeUnknown"}
+        assert loop.time() - ended < 5
+        assert fleet.nodes.kernels["n2"] == {}
+
+    run(1, story, monkeypatch)
+
+
+def test_repetition_at_a_node_that_works_again_waits_for_its_pull(monkeypatch: Any) -> None:
+    async def story(fleet: Fleet) -> None:
+        gateway = fleet.one
+        gateway.placer._policy = PlacementPolicy.PACK
+        fleet.nodes.pull_s, fleet.nodes.losing = 60.0, 1.0
+        assert await gateway.create("k1") == (0, "OutcomeUnknown")
+        assert gateway.state.unreachable
+        fleet.nodes.losing = 0.0
+        assert await gateway.create("k1") == (200, "n1")
 
     run(1, story, monkeypatch)
 

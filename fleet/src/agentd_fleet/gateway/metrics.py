@@ -29,9 +29,7 @@ class GatewayCounts:
     """Creates through this gateway by result; every possible result starts at zero."""
 
     def __init__(self) -> None:
-        self.creates: Counter[str] = Counter(
-            dict.fromkeys((PLACED, OTHER, *sorted(CREATE_CODES)), 0)
-        )
+        self.creates = Counter(dict.fromkeys((PLACED, OTHER, *sorted(CREATE_CODES)), 0))
 
     @contextmanager
     def create(self) -> Iterator[None]:

@@ -47,8 +47,8 @@ from agentd_fleet.view.fleet_view import FleetView
 
 log = structlog.get_logger()
 
-SILENT_TIMEOUT_S = 4.0
-"""Seconds for a repeated create whose node is known not to answer."""
+SILENT_TIMEOUT_S = 1.0
+"""Seconds after which a repeated create calls no node that is known not to answer."""
 
 
 class PlacedKernel(msgspec.Struct, frozen=True):
@@ -95,10 +95,13 @@ class Placer:
                 it is `PlacementUnknown`, or a node's `OutcomeUnknown`.
         """
         requested = self._parse_amounts(request, view)
+        began_at, stored = boottime_s(), None
+        if not request.is_new:  # others that wait for a silent node keep the lock
+            await self._read_route(caller, request, began_at)
         async with self.kernel_lock(request.kernel_id):
-            stored, deadline = None, boottime_s() + self._timeouts.retry_for_s
+            deadline = boottime_s() + self._timeouts.retry_for_s
             if not request.is_new:
-                stored = await self._store.route(request.kernel_id)
+                stored = await self._read_route(caller, request, began_at)
             while True:
                 try:
                     if stored is None:
@@ -108,7 +111,32 @@ class Placer:
                 except RouteTakenOver:
                     if boottime_s() > deadline:
                         raise
-                stored = await self._store.route(request.kernel_id)
+                stored = await self._read_route(caller, request, began_at)
+
+    async def _read_route(
+        self, caller: Caller, request: PlacementRequest, began_at: float
+    ) -> StoredRoute | None:
+        """Return the route of a kernel id, if its node answers.
+
+        A node that is known not to answer is called, unless the request has waited long already.
+
+        Raises:
+            KernelConflict: the id belongs to another request, and the node does not answer.
+            PlacementUnknown: the node does not answer.
+        """
+        if (stored := await self._store.route(request.kernel_id)) is None:
+            return None
+        try:
+            node = node_of_route(self._state, stored.route)
+            if not node.is_answering:
+                if boottime_s() - began_at > SILENT_TIMEOUT_S:
+                    raise NodeNotCalled(f"node {node.node_id} does not answer")
+                await self._nodes.probe(node)
+        except NodeUnavailable as error:
+            if reason := _conflict_reason(caller, request, stored.route):
+                raise KernelConflict(reason) from None
+            raise PlacementUnknown(stored.route, error) from None
+        return stored
 
     async def explain(
         self, caller: Caller, request: PlacementRequest, view: FleetView
@@ -207,13 +235,8 @@ class Placer:
                 if is_placed and await self._look_up(GATEWAY, stored) is None:
                     return None
             raise KernelConflict(reason)
-        node = self._state.node(route.node_id)
-        limit_s = None if node is not None and node.is_answering else SILENT_TIMEOUT_S
         try:
-            async with asyncio.timeout(limit_s):
-                answer = await self._repeat_call(caller, request, stored)
-        except TimeoutError:
-            raise PlacementUnknown(route, f"node {route.node_id} does not answer") from None
+            answer = await self._repeat_call(caller, request, stored)
         except (NodeUnavailable, StoreUnavailable) as error:
             raise PlacementUnknown(route, error) from None
         if answer is None:

@@ -22,6 +22,7 @@ from agentd.errors import (
     AgentdError,
     ImageUnavailable,
     InsufficientResource,
+    InvalidRequest,
     NodeUnavailable,
     Unavailable,
 )
@@ -86,6 +87,14 @@ def _is_node_failure(error: AgentdError) -> bool:
     return isinstance(error, Unavailable) and not is_local and not isinstance(error, others)
 
 
+def _is_final(error: AgentdError) -> bool:
+    """Return whether a refusal holds at every node.
+
+    The gateway has validated the body, so a node that finds it invalid may be of another version.
+    """
+    return error.scope is Scope.REQUEST and not isinstance(error, InvalidRequest)
+
+
 class AgentQuery(msgspec.Struct, frozen=True):
     """A request for an agent, with the order in which agents are tried.
 
@@ -119,7 +128,7 @@ class Search:
 
     async def next(self) -> Candidate | None:
         """Return the next agent to call, None if there is none."""
-        while self._tries and (self._queue or self._draw()):
+        while self.final is None and self._tries and (self._queue or self._draw()):
             first, is_asking = self._queue[0], bool(self.refused) or self._query.is_dry_run
             node = self._state.node(first.node_id)
             if node is not None and (reason := cordon_reason(node)):  # since the view
@@ -127,7 +136,6 @@ class Search:
                 self.refused.append((self._queue.popleft().node_id, error))
                 continue
             if first in self.decisions or not (is_asking or self._is_doubtful(first.node_id)):
-                self._tries -= 1
                 return self._queue.popleft()
             await self._ask([*self._queue] if is_asking or not self._sizes else [first])
         return None
@@ -138,15 +146,16 @@ class Search:
 
     def refuse(self, candidate: Candidate, error: AgentdError) -> None:
         """Note that an agent that was called refused, or cannot be called."""
-        self._tries += _is_node_failure(error) and len(self.refused) < MAX_REFUSALS
+        is_free = _is_node_failure(error) and len(self.refused) < MAX_REFUSALS
+        self._tries -= not is_free
         self._note_refusal(candidate, error)
+        if _is_final(error):
+            self.final = error
 
     def _note_refusal(self, candidate: Candidate, error: AgentdError) -> None:
         """Note a refusal; other agents of the node come last, unless this one is full."""
         self.refused.append((candidate.node_id, error))
         self._failed.add(candidate.node_id, error)
-        if error.scope is Scope.REQUEST and not self._query.is_dry_run:
-            self.final, self._tries = error, 0
         if not isinstance(error, InsufficientResource):
             is_same = {other: other.node_id == candidate.node_id for other in self._queue}
             self._queue = deque(sorted(self._queue, key=is_same.__getitem__))
@@ -189,16 +198,21 @@ class Search:
         )
 
     async def _ask(self, candidates: Sequence[Candidate]) -> None:
-        """Ask candidates for a decision, all at once; those that refuse are candidates no more."""
+        """Ask candidates for a decision, all at once; those that refuse are candidates no more.
+
+        A refusal is final if none of them agrees.
+        """
         answers = await asyncio.gather(*map(self._request_decision, candidates))
+        errors: list[AgentdError] = []
         for candidate, answer in zip(candidates, answers, strict=True):
             if isinstance(answer, NodeAnswer) and not answer.is_error:
                 self.decisions[candidate] = answer
                 continue
             self._queue.remove(candidate)
-            self._note_refusal(
-                candidate, answer.error() if isinstance(answer, NodeAnswer) else answer
-            )
+            errors.append(answer.error() if isinstance(answer, NodeAnswer) else answer)
+            self._note_refusal(candidate, errors[-1])
+        if len(errors) == len(answers):
+            self.final = next(filter(_is_final, errors), None)
 
     async def _request_decision(self, candidate: Candidate) -> NodeAnswer | NodeUnavailable:
         node = self._state.node(candidate.node_id)

@@ -188,14 +188,13 @@ def with_progress(
 ) -> Mapping[str, Any]:
     """Create a kernel; show its state and its pull on a terminal meanwhile."""
     named = {"kernel_id": f"k-{uuid.uuid4().hex[:12]}", **body}
-    name = named["kernel_id"]
-    repeat = partial(create_repeatedly, partial(create, named), time.sleep, name)
+    repeat = partial(create_repeatedly, partial(create, named), time.sleep, named["kernel_id"])
     if not sys.stderr.isatty():
         return repeat()
     with ThreadPoolExecutor(1) as pool:
         creating = pool.submit(repeat)
         if not wait([creating], _POLL_S).done:
-            _show_pull(client, name, creating)
+            _show_pull(client, named["kernel_id"], creating)
         return creating.result()
 
 

@@ -156,7 +156,7 @@ class Run:
     def _create_and_follow(self) -> None:
         event: _Event
         try:
-            self._create()
+            create_repeatedly(self._create, self._signalled.wait)
             self._is_created = True
             streams = [self._start(self._follow, *item) for item in self._outputs().items()]
             event = self._ended()
@@ -182,22 +182,16 @@ class Run:
                 return apart
 
     def _create(self) -> None:
-        """Create the kernel; the same request is repeated while it is refused for the moment.
-
-        After a signal nothing is created any more: a request whose answer was lost is looked up.
+        """Create the kernel; after a signal, only look for one whose answer was lost.
 
         Raises:
-            AgentdError: it was refused, or nothing answered in time.
+            AgentdError: it was refused, or was not answered.
         """
-
-        def create() -> None:
-            if not self._signalled.is_set():
-                self._client.create_kernel(self._agent, self._body)
-                return
-            while self._own_kernel()["state"] in STARTING_STATES:
-                time.sleep(PAUSE_S)
-
-        create_repeatedly(create, self._signalled.wait)
+        if not self._signalled.is_set():
+            self._client.create_kernel(self._agent, self._body)
+            return
+        while self._own_kernel()["state"] in STARTING_STATES:
+            time.sleep(PAUSE_S)
 
     def _own_kernel(self) -> KernelView:
         """Return the kernel that this run created.
