@@ -227,7 +227,7 @@ def test_repetition_that_waits_for_its_first_ends_with_it(monkeypatch: Any) -> N
     run(1, story, monkeypatch)
 
 
-def test_repetition_at_a_node_that_works_again_waits_for_its_pull(monkeypatch: Any) -> None:
+def test_repetition_at_a_node_that_works_again_awaits_its_pull(monkeypatch: Any) -> None:
     async def story(fleet: Fleet) -> None:
         gateway = fleet.one
         gateway.placer._policy = PlacementPolicy.PACK
