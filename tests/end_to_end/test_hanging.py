@@ -101,30 +101,28 @@ async def daemon(plain: Daemon) -> Daemon:
     return plain
 
 
-@pytest.mark.parametrize("name", ["INT", "TERM"])
-async def test_exec_ends_while_its_daemon_hangs(daemon: Daemon, name: str) -> None:
+async def assert_ends_while_hanging(daemon: Daemon, running: Exec, name: str) -> None:
     assert daemon.process is not None
-    running = Exec(daemon, "sh", "-c", "echo ready; sleep 1000")
-    assert await running.printed() == b"ready\n"
     daemon.process.send_signal(signal.SIGSTOP)
     try:
         running.process.send_signal(signal.Signals[f"SIG{name}"])
         assert await running.ended() == 130
     finally:
         daemon.process.send_signal(signal.SIGCONT)
+
+
+@pytest.mark.parametrize("name", ["INT", "TERM"])
+async def test_exec_ends_while_its_daemon_hangs(daemon: Daemon, name: str) -> None:
+    running = Exec(daemon, "sh", "-c", "echo ready; sleep 1000")
+    assert await running.printed() == b"ready\n"
+    await assert_ends_while_hanging(daemon, running, name)
 
 
 @pytest.mark.parametrize("name", ["INT", "TERM"])
 async def test_exec_without_a_reader_ends_while_its_daemon_hangs(daemon: Daemon, name: str) -> None:
-    assert daemon.process is not None
     running = Exec(daemon, "sh", "-c", "yes")
     await until(running.unread, lambda size: size >= FULL)
-    daemon.process.send_signal(signal.SIGSTOP)
-    try:
-        running.process.send_signal(signal.Signals[f"SIG{name}"])
-        assert await running.ended() == 130
-    finally:
-        daemon.process.send_signal(signal.SIGCONT)
+    await assert_ends_while_hanging(daemon, running, name)
 
 
 @pytest.mark.parametrize("name", ["INT", "TERM"])
