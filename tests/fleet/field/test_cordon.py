@@ -58,6 +58,13 @@ CASES = {
     "it is down, too": Case(
         [replace(CORDONED, status=NodeStatus.DAEMON_DOWN)], set(), "", NodeUnavailable, "new disk"
     ),
+    "it is lost, and its agents are unknown": Case(
+        [replace(CORDONED, status=NodeStatus.LOST, offers={}), ready("a")],
+        set(),
+        "c",
+        NodeUnavailable,
+        "1 cordoned: new disk",
+    ),
     "the others are full": Case(
         [CORDONED, ready("a", 0)], set(), "", InsufficientResource, "cordoned: new disk"
     ),

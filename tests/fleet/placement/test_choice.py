@@ -226,6 +226,13 @@ def test_missing_model_and_withheld_node_have_own_reasons() -> None:
     assert too_much[0].reason == "too small for tpu.chip"
 
 
+def test_node_excluded_by_its_report_lacks_no_resources() -> None:
+    view = fleet(replace(node("a"), exclusion_reason="unreadable: x"), node("b", cpu=0))
+    for name, kind in (("a", NodeUnavailable), ("b", InsufficientResource)):
+        constraints = Constraints(nodes=frozenset({name}))
+        assert isinstance(refusal_error(view, ResourceSlots({"cpu": ONE}), constraints, []), kind)
+
+
 @pytest.mark.parametrize(
     ("status", "reason"), [(NodeStatus.NEWER, "newer schema"), (NodeStatus.LOST, "lost")]
 )

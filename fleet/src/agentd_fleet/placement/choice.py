@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from enum import StrEnum
+from enum import StrEnum, auto
 from itertools import islice
 from typing import NamedTuple
 
@@ -52,24 +52,29 @@ class Candidate(NamedTuple):
     agent_id: str
 
 
+class RejectionKind(StrEnum):
+    """The meaning of a class of unsuitable agents for the request."""
+
+    ABSENT = auto()
+    """Their nodes take no kernel now, which says nothing about the fleet's resources."""
+    UNFIT = auto()
+    """Their runtime is not the one that the request needs."""
+    LACKING = auto()
+    """They lack resources."""
+
+
 class RejectionClass(msgspec.Struct, frozen=True):
     """A class of unsuitable agents: the reason, their number and some of their nodes."""
 
     reason: str
     count: int
     nodes: tuple[str, ...]
+    kind: RejectionKind = RejectionKind.LACKING
 
 
 MAX_NAMED = 5
-NEWER_SCHEMA = "newer schema"
-"""The class of nodes whose reports this gateway cannot read."""
-CORDONED = "cordoned"
-"""The class of nodes that an operator cordoned; the operator's reason follows."""
-NO_IMAGE, IMAGE_NEEDED = "take no image", "require an image"
-"""The classes of nodes whose runtime is not the one that the request needs."""
-STATUS_CLASSES = {NodeStatus.NEWER: NEWER_SCHEMA, NodeStatus.LOST: NodeStatus.LOST.value}
-"""Classes of nodes whose agents may be unknown: each node counts once."""
-
+STATUS_REASONS = {NodeStatus.READY: "", NodeStatus.NEWER: "newer schema"}
+"""Reasons against nodes by status, where they are not the status itself."""
 SAMPLE_SIZES = {PlacementPolicy.RANDOM: 64, PlacementPolicy.PACK: 256}
 """Nodes whose agents are compared at least, by policy."""
 
@@ -156,8 +161,7 @@ def _find_suitable(
             free = node.offers[agent].free
             if (
                 all(free[name] >= amount for name, amount in amounts)
-                and not _node_rejection_reason(view, node, requested)
-                and not _runtime_rejection_reason(node, constraints)
+                and not _reject_node(view, node, requested, constraints)
                 and not _agent_rejection_reason(view, node, agent, requested, constraints.models)
             ):
                 yield Candidate(node.node_id, agent)
@@ -188,28 +192,26 @@ def classify_rejections(
     view: FleetView, requested: ResourceSlots, constraints: Constraints
 ) -> list[RejectionClass]:
     """Return why agents cannot serve a request, by class, the largest first."""
-    counts: Counter[str] = Counter()
-    nodes_by_reason: defaultdict[str, set[str]] = defaultdict(set)
+    counts: Counter[tuple[str, RejectionKind]] = Counter()
+    named: defaultdict[tuple[str, RejectionKind], set[str]] = defaultdict(set)
     for node in sorted(_nodes(view, constraints), key=lambda node: node.node_id):
-        if (reason_unknown := STATUS_CLASSES.get(node.status)) and not node.offers:
-            counts[reason_unknown] += 1
-            if constraints.agents is None and len(nodes_by_reason[reason_unknown]) < MAX_NAMED:
-                nodes_by_reason[reason_unknown].add(node.node_id)
-            continue
-        node_reason = _node_rejection_reason(view, node, requested) or _runtime_rejection_reason(
-            node, constraints
-        )
-        for agent in _agents(node, constraints):
-            reason = node_reason or _agent_rejection_reason(
-                view, node, agent, requested, constraints.models
+        node_rejection = _reject_node(view, node, requested, constraints)
+        is_unknown = node.status in (NodeStatus.NEWER, NodeStatus.LOST) and not node.offers
+        for agent in (
+            [""] if is_unknown else _agents(node, constraints)
+        ):  # unknown agents count once
+            rejection = node_rejection or (
+                _agent_rejection_reason(view, node, agent, requested, constraints.models),
+                RejectionKind.LACKING,
             )
-            if reason:
-                counts[reason] += 1
-                if len(node_ids := nodes_by_reason[reason]) < MAX_NAMED:
-                    node_ids.add(node.node_id)
+            if rejection[0]:
+                counts[rejection] += 1
+                is_named = constraints.agents is None or not is_unknown
+                if is_named and len(named[rejection]) < MAX_NAMED:
+                    named[rejection].add(node.node_id)
     return [
-        RejectionClass(reason, count, tuple(sorted(nodes_by_reason[reason])))
-        for reason, count in counts.most_common()
+        RejectionClass(reason, count, tuple(sorted(named[reason, kind])), kind)
+        for (reason, kind), count in counts.most_common()
     ]
 
 
@@ -227,34 +229,29 @@ def _agents(node: FleetNode, constraints: Constraints) -> Collection[str]:
     return [agent for agent in node.offers if agent in constraints.agents]
 
 
-def _node_rejection_reason(view: FleetView, node: FleetNode, requested: ResourceSlots) -> str:
-    """Return why no agent of a node can serve a request, empty if one can."""
-    if reason := cordon_reason(node):
-        return reason
-    if node.status is not NodeStatus.READY:
-        return node.status.value
-    if reason := node.reported_reason:
-        return reason
+def _reject_node(
+    view: FleetView, node: FleetNode, requested: ResourceSlots, constraints: Constraints
+) -> tuple[str, RejectionKind] | None:
+    """Return why no agent of a node can serve a request, and the kind; None if one can."""
+    status = STATUS_REASONS.get(node.status, node.status.value)
+    if reason := cordon_reason(node) or status or node.reported_reason:
+        return reason, RejectionKind.ABSENT
     conflicting = view.conflicts.get(node.node_id, ())
     for name in requested:
         if name in conflicting:
-            return "conflicting"
+            return "conflicting", RejectionKind.LACKING
         if name not in node.slot_types or name not in view.slot_types:
-            return f"lack {name}"
-    return ""
+            return f"lack {name}", RejectionKind.LACKING
+    runtime, has_image = node.runtime, constraints.has_image
+    if runtime is None or has_image is None or has_image is (runtime.name == "docker"):
+        return None
+    reason = "take no image" if has_image else "require an image"
+    return reason, RejectionKind.UNFIT
 
 
 def cordon_reason(node: FleetNode) -> str:
-    """Return the class of a cordoned node, empty for another one."""
-    return "" if node.cordon is None else f"{CORDONED}: {node.cordon.reason}".removesuffix(": ")
-
-
-def _runtime_rejection_reason(node: FleetNode, constraints: Constraints) -> str:
-    """Return why a node's runtime is not the one for a request, empty if it is or is unknown."""
-    runtime, has_image = node.runtime, constraints.has_image
-    if runtime is None or has_image is None or has_image is (runtime.name == "docker"):
-        return ""
-    return NO_IMAGE if has_image else IMAGE_NEEDED
+    """Return the class of a cordoned node, with the operator's reason; empty for another one."""
+    return "" if node.cordon is None else f"cordoned: {node.cordon.reason}".removesuffix(": ")
 
 
 def _agent_rejection_reason(

@@ -24,19 +24,14 @@ from agentd.errors import (
     UnsupportedResource,
 )
 from agentd_fleet.placement.choice import (
-    CORDONED,
-    IMAGE_NEEDED,
     MAX_NAMED,
-    NEWER_SCHEMA,
-    NO_IMAGE,
     Constraints,
     RejectionClass,
+    RejectionKind,
     classify_rejections,
 )
-from agentd_fleet.view.fleet_view import RUNTIME, FleetView, NodeStatus
+from agentd_fleet.view.fleet_view import FleetView
 
-_UNREPORTED = (NodeStatus.LOST, NodeStatus.DAEMON_DOWN, NEWER_SCHEMA, CORDONED, RUNTIME)
-"""Beginnings of classes of the view that say nothing about the fleet's resources."""
 _RESOURCES = (InsufficientResource, UnsupportedResource, UnknownAgent, UnknownDevice)
 _ABSENT = (NodeUnavailable, NotReady, Draining)
 """Refusals for reasons that are classes of the view as well."""
@@ -70,12 +65,11 @@ def refusal_error(
         if sum(row.count for row in classes) > 1:
             error.args = (f"{error} ({_classes_text(classes)})",)
         return _with_classes(error, classes)
-    unfit = [row for row in unasked if row.reason in (NO_IMAGE, IMAGE_NEEDED)]
-    if not errors and not refused and len(unfit) == len(unasked):
+    kinds = {row.kind for row in unasked}
+    if not errors and not refused and kinds == {RejectionKind.UNFIT}:
         reason = f"no node has the runtime for this request: {_classes_text(classes)}"
         return _with_classes(InvalidRequest([Problem("image", reason)], is_local=True), classes)
-    others = [row for row in unasked if row not in unfit]
-    if not errors and all(row.reason.startswith(_UNREPORTED) for row in others):
+    if not errors and RejectionKind.LACKING not in kinds:
         reason = f"no suitable node is available: {_classes_text(classes)}"
         return _with_classes(NodeUnavailable(reason), classes)
     slot, free = _scarcest(view, requested, constraints)
