@@ -16,6 +16,7 @@ import os
 import random
 import signal
 import sys
+import time
 import uuid
 from pathlib import Path
 from typing import TypeVar
@@ -54,6 +55,8 @@ FREE_PAUSE_S = 1.0
 """Minimum seconds between two reports of free amounts."""
 MAX_RENEW_PERIOD_S = 10.0
 """Maximum seconds between two renewals, after which a deleted key is written again."""
+LOCK_TRIES, LOCK_PAUSE_S = 10, 0.1
+"""Tries to lock the id of this install, and seconds between two."""
 MAX_RETRY_S = 3.0
 """Maximum seconds before a retry, which are a fifth of the lease in a small fleet."""
 PARTS = ("nodes", "free", "known")
@@ -293,7 +296,8 @@ def lock_install_id(folder: Path) -> str:
     """Return an id of this install that no copy of it and no other process has.
 
     The id in the file is created once. Its device and inode distinguish it from copies, and a lock
-    that ends with this process from other processes here, which get a random id.
+    that ends with this process from other processes here, which get a random id. A process that is
+    just ending may hold the lock for a moment longer.
 
     Raises:
         OSError: the id cannot be saved.
@@ -306,12 +310,13 @@ def lock_install_id(folder: Path) -> str:
         new_path.replace(path)
     descriptor = os.open(path, os.O_RDONLY)  # open until this process ends
     install_id = path.read_text().strip()
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return f"{install_id}@{uuid.uuid4().hex}"
-    status = os.fstat(descriptor)
-    return f"{install_id}@{status.st_dev}:{status.st_ino}"
+    for _ in range(LOCK_TRIES):
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            status = os.fstat(descriptor)
+            return f"{install_id}@{status.st_dev}:{status.st_ino}"
+        time.sleep(LOCK_PAUSE_S)
+    return f"{install_id}@{uuid.uuid4().hex}"
 
 
 async def publish(options: JoinOptions) -> None:
