@@ -87,6 +87,8 @@ class Publisher:
         self._reading: NodeReading | None = None
         self._changed = asyncio.Event()
         self._lease = 0
+        self._foreign_lease = 0
+        """Lease of another publisher, as it was read last; it counts until it ends."""
         self._renew_at = 0.0
         self._unwritten_since = math.inf
         self._pairs: dict[str, KeyValue] = {}
@@ -118,7 +120,8 @@ class Publisher:
             if (reading := self._reading) is None:
                 continue
             if reading.node_id != node_id:  # the keys of the other id end with their lease
-                node_id, self._lease, self._pairs = reading.node_id, 0, {}
+                node_id, self._pairs = reading.node_id, {}
+                self._lease = self._foreign_lease = 0
             try:
                 if loop.time() >= self._renew_at:
                     await self._renew(reading)
@@ -166,14 +169,20 @@ class Publisher:
         """Read the node's keys.
 
         Raises:
-            NodeIdTaken: another publisher has the node id, until the lease of its keys has ended. A
-                key without a lease vouches for nobody.
+            NodeIdTaken: another publisher has the node id, until the lease of its keys has ended,
+                also if these are deleted meanwhile. A key without a lease vouches for nobody.
         """
         pairs = {part: await self._read_key(part, reading) for part in PARTS}
         node, free, known = pairs.values()
         report, record = _parse(node, NodeReport), _parse(known, KnownNode)
-        leases = {pair.lease for pair in (node, free) if pair is not None}
-        if leases - {0, self._lease} and not self._is_own(report):
+        leases = {pair.lease for pair in (node, free) if pair is not None} - {0, self._lease}
+        self._foreign_lease = (
+            0 if self._is_own(report) else max(leases, default=self._foreign_lease)
+        )
+        if self._foreign_lease and not leases:
+            remaining_s = await self._etcd.time_to_live(self._foreign_lease)
+            self._foreign_lease = self._foreign_lease if remaining_s >= 0 else 0
+        if self._foreign_lease:
             if known is not None and record is not None and record.rival != self._url:
                 rival_record = msgspec.json.encode(replace(record, rival=self._url))
                 with contextlib.suppress(EtcdRefused):  # then the owner does not learn of it
