@@ -19,7 +19,7 @@ from structlog.testing import capture_logs
 from agentd.errors import NodeUnavailable
 from agentd_fleet.nodes import calls
 from agentd_fleet.nodes.calls import GATEWAY, NodeNotCalled, Nodes
-from agentd_fleet.view.fleet_state import SILENT_STATUSES, FleetState
+from agentd_fleet.view.fleet_state import MAX_LOGGED, SILENT_STATUSES, FleetState
 from agentd_fleet.view.fleet_view import FleetNode, NodeStatus
 from end_to_end.fleet.network import Proxy
 from fleet.simulated import VirtualLoop
@@ -407,6 +407,26 @@ async def test_node_that_turns_silent_during_calls_is_probed_once(place: Place) 
         waits.set()
         assert {(await answer).status for answer in deletes} == {200}
         assert asked.empty()
+
+
+async def test_node_that_loses_only_large_requests_fills_no_log(place: Place) -> None:
+    async def lose(request: web.Request) -> web.StreamResponse:
+        if request.method == "POST":
+            assert request.transport is not None
+            request.transport.abort()
+        return await answered(request)
+
+    place.answer = lose
+    state, node = FleetState(), listed(await place.serve())
+    state.update_node(node)
+    with capture_logs() as lines:
+        async with Nodes(state) as nodes:
+            for _ in range(3 * MAX_LOGGED):
+                with pytest.raises(NodeUnavailable):
+                    await nodes.call(node, GATEWAY, "POST", "/v1/agents/a/kernels", body=b"x")
+                await nodes.probe(node)
+    said = [line["event"] for line in lines]
+    assert said == ["node.unreachable", "node.reached"] * MAX_LOGGED
 
 
 async def test_silent_names_delay_no_other_name(place: Place) -> None:

@@ -112,6 +112,8 @@ class Nodes:
         self._tls = tls
         self._sessions: dict[str, aiohttp.ClientSession] = {}
         self._replaced: list[aiohttp.ClientSession] = []
+        self._told: set[str] = set()
+        """The nodes that are unreachable according to the last line of the log about them."""
         self._probes: set[asyncio.Task[None]] = set()
         state.probe_soon = self._probe_soon
 
@@ -183,9 +185,11 @@ class Nodes:
             return
         if reason and current.status in SILENT_STATUSES:
             return
-        if reason and not current.unreachable:
+        if reason and not current.unreachable and self._state.may_log(node.node_id):
+            self._told.add(node.node_id)
             log.warning("node.unreachable", node_id=node.node_id, address=node.url, reason=reason)
-        elif current.unreachable and not reason:
+        elif not reason and node.node_id in self._told:
+            self._told.remove(node.node_id)
             log.info("node.reached", node_id=node.node_id)
         self._state.set_unreachable(node.node_id, reason)
 

@@ -96,17 +96,22 @@ class FleetState:
     def log_reason(self, node: FleetNode) -> None:
         """Log the reason of a node's new report; a node that alternates does not fill the log."""
         previous, reason = self._reported.get(node.node_id), node.reported_reason
-        since, count = self._logged.get(node.node_id, (-math.inf, 0))
-        if (now := time.monotonic()) >= since + LOGGED_S:
-            since, count = now, 0
         event = "node.unusable"
         if node.status is NodeStatus.NEWER:
             event = "node.schema_unsupported"
         elif node.exclusion_reason:
             event = "node.read_failed"
-        if count < MAX_LOGGED and (previous is None or previous.reported_reason != reason):
-            self._logged[node.node_id] = since, count + 1
+        is_new = previous is None or previous.reported_reason != reason
+        if is_new and self.may_log(node.node_id):
             log.warning(event, address=node.url, node_id=node.node_id, reason=reason)
+
+    def may_log(self, node_id: str) -> bool:
+        """Count a reason of a node, and return whether it is one of the few that are logged."""
+        since, count = self._logged.get(node_id, (-math.inf, 0))
+        if (now := time.monotonic()) >= since + LOGGED_S:
+            since, count = now, 0
+        self._logged[node_id] = since, count + 1
+        return count < MAX_LOGGED
 
     def set_cordon(self, node_id: str, cordon: Cordon | None) -> None:
         """Apply that a node is cordoned, or with None that it is not; it need not be known yet."""
