@@ -116,6 +116,28 @@ class RpcGroup(Program):
         return super().resolve_command(ctx, args)
 
 
+class CommandLine(click.Command):
+    """A command of `agentctl` that ends with another command, which has all further words.
+
+    Options are read before and after each argument that comes first, such as AGENT, and end at the
+    first word that is not one.
+    """
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the words, with the options between the first arguments moved to the front."""
+        ctx.allow_interspersed_args = False
+        options = [each for each in self.params if isinstance(each, click.Option)]
+        parser = click.Command(self.name, params=[*options]).make_parser(ctx)
+        front, arguments, words = list[str](), list[str](), args
+        for _ in range(len(self.params) - len(options)):
+            rest = parser.parse_args([*words])[1]
+            front += words[: len(words) - len(rest)]
+            if front[-1:] == ["--"]:
+                return super().parse_args(ctx, [*front, *arguments, *rest])
+            arguments, words = [*arguments, *rest[:1]], rest[1:]
+        return super().parse_args(ctx, [*front, *arguments, *words])
+
+
 def alias_of(command: click.Command, name: str) -> click.Command:
     """Return a command under a further name."""
     alias = copy(command)
