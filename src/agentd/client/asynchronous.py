@@ -145,6 +145,11 @@ class AsyncClient(StreamCalls):
         call: Call[KernelView] = Call("POST", api_path("kernels", kernel_id, "stop"), body)
         return await self.execute(call, timeout_s=stop_timeout_s(self._timeout_s, timeout))
 
+    async def signal_kernel(self, kernel_id: str, signal: str) -> None:
+        """Send a signal such as "INT" to the kernel's first process."""
+        path = api_path("kernels", kernel_id, "signal")
+        await self.execute(Call("POST", path, {"signal": signal}))
+
     async def delete_kernel(
         self, kernel_id: str, timeout: float | None = None, node: str | None = None
     ) -> None:
