@@ -18,6 +18,7 @@ from agentd.cli.agentctl import completion
 from agentd.cli.agentctl.options import (
     KERNEL_COLUMNS,
     WIDE_KERNEL_COLUMNS,
+    CommandLine,
     device_option,
     given_members,
     kernel_row,
@@ -91,7 +92,7 @@ def kernel_body(options: Mapping[str, Any]) -> dict[str, Any]:
     return {"command": list(options["command"]), **given_members(options)}
 
 
-@click.command(context_settings={"ignore_unknown_options": True})
+@click.command(cls=CommandLine)
 @click.argument("agent", shell_complete=completion.agents)
 @kernel_options
 @async_option
@@ -99,7 +100,7 @@ def kernel_body(options: Mapping[str, Any]) -> dict[str, Any]:
 def create(client: Client, /, agent: str, **options: Any) -> None:
     """Create a kernel on an agent.
 
-    The kernel runs COMMAND, which follows "--". Waits until the kernel runs.
+    The kernel runs COMMAND; options end at its first word. Waits until the kernel runs.
 
     \b
     agentctl create agent-1 -s cuda.device=2 --image pytorch:2 -- python train.py
