@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import msgspec
 from aiohttp import web
 
@@ -18,7 +20,7 @@ from agentd.rpc import rendering
 from agentd.rpc.exec_websocket import run_exec
 from agentd.rpc.pages import page_response
 from agentd.rpc.queries import CreateQuery, DeleteQuery, LogsQuery, NodeKernelsQuery
-from agentd.rpc.requests import CreateKernelRequest, StopRequest
+from agentd.rpc.requests import CreateKernelRequest, SignalRequest, StopRequest
 from agentd.services.access import Access
 from agentd.services.kernels.exec_service import ExecService
 from agentd.services.kernels.kernel_service import KernelService
@@ -109,6 +111,13 @@ class KernelHandlers:
         body = read_body(StopRequest, await receive_body(request))
         kernel = await self._service.stop(request.match_info["kernel"], body.timeout)
         return json_response(self._view(kernel))
+
+    async def signal_kernel(self, request: web.Request) -> web.Response:
+        """Send a signal to a kernel's first process."""
+        body = read_body(SignalRequest, await receive_body(request))
+        number = signal.Signals[f"SIG{body.signal}"]
+        await self._service.signal(request.match_info["kernel"], number)
+        return web.Response(status=204)
 
     async def delete_kernel(self, request: web.Request) -> web.Response:
         """Stop a kernel if it runs, and remove it."""

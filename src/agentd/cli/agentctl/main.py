@@ -72,8 +72,9 @@ from agentd.views import KernelView
 PLUGIN_COLUMNS = ["name", "plugin", "state", "slots", "reason"]
 
 
-AT_A_GATEWAY = ("fleet", "inspect", "stop", "token", "wait", "whoami")
+AT_A_GATEWAY = ("fleet", "inspect", "signal", "stop", "token", "wait", "whoami")
 """Commands of a node that are the same at a gateway."""
+SIGNALS = ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2", "KILL")
 
 
 class NodeOrFleet(RpcGroup):
@@ -283,6 +284,22 @@ def inspect(client: Client, kernels: Sequence[str]) -> None:
         content = inspected if len(kernels) > 1 else inspected[0]
         print_data(content, (kernel["kernel_id"] for kernel in inspected))
     sys.exit(failed)
+
+
+@agentctl.command("signal")
+@click.argument("kernel", shell_complete=completion.kernels)
+@click.argument("signal", default="TERM", type=click.Choice(SIGNALS, case_sensitive=False))
+@click.pass_obj
+def signal_kernel(client: Client, kernel: str, signal: str) -> None:
+    """Send a signal to a kernel's first process.
+
+    SIGNAL is INT, TERM, HUP, QUIT, USR1, USR2 or KILL; default: TERM. In a container without
+    --init, it has an effect only if the command handles it, or if it is KILL. "agentctl stop" also
+    kills what does not end.
+
+    Exit status: 0 sent, 1 the kernel does not run, refused or unreachable.
+    """
+    client.signal_kernel(kernel, signal)
 
 
 @agentctl.command()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import signal
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +24,6 @@ from agentd.cli.output import (
     choose_format,
     encode,
     is_data,
-    open_closed_streams,
     os_error_text,
     print_data,
     print_text,
@@ -33,7 +33,8 @@ from agentd.client.defaults import DEFAULT_SOCKET, TIMEOUT_S
 from agentd.core.names import did_you_mean
 from agentd.errors import AgentdError, UnknownAgent, Unreachable, UnsupportedResource
 from agentd.host.systemd.availability import is_booted
-from agentd.program.parameters import CommandGroup
+from agentd.program.command_line import Program
+from agentd.program.standard_streams import OutputFailed
 from agentd.tomlfile.regular_files import UnusableFile, read_regular
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -97,17 +98,18 @@ def suggesting_agents(client: Client, agent: str | None) -> Iterator[None]:
         raise RpcProblem.of(error, suggestion(agent or "", known)) from None
 
 
-class RpcGroup(CommandGroup):
+class RpcGroup(Program):
     """A group of commands whose errors are a daemon's."""
 
+    ending_signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
     def invoke(self, ctx: click.Context) -> Any:
-        open_closed_streams()
         try:
             return super().invoke(ctx)
         except AgentdError as error:
             raise RpcProblem.of(error) from None
-        except BrokenPipeError:
-            raise  # click ends the program without a word
+        except OutputFailed:
+            raise
         except OSError as error:
             raise CommandError(os_error_text(error)) from None
 

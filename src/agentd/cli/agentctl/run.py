@@ -38,11 +38,9 @@ from agentd.errors import (
     UnknownKernel,
     Unreachable,
 )
-from agentd.program.exit_status import ExitStatus
+from agentd.program.exit_status import SIGNALLED, ExitStatus
 from agentd.views import KernelView
 
-SIGNALLED = 128
-"""Added to the number of a signal, as a shell does."""
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PAUSE_S = 0.2
 RUN_LABEL = "agentctl.run"
@@ -145,7 +143,7 @@ class Run:
                         print_text(
                             f"agentctl: kernel {self._kernel_id} is {kernel['state']}", err=True
                         )
-                        return ExitStatus.NOT_CREATED
+                        return ExitStatus.CLIENT_FAILED
                     return kernel["exit_code"]
 
     def _start(self, act: Callable[..., None], *arguments: Any) -> threading.Thread:
@@ -276,7 +274,7 @@ class Run:
 
 def _status_of(error: AgentdError) -> int:
     if not isinstance(error, CommandNotFound):
-        return ExitStatus.NOT_CREATED
+        return ExitStatus.CLIENT_FAILED
     return (
         ExitStatus.NOT_EXECUTABLE
         if "permission denied" in str(error).lower()

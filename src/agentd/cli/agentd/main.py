@@ -22,8 +22,9 @@ from agentd.cli.output import (
     print_text,
 )
 from agentd.errors import AgentdError, ConfigRefused, DaemonFailed, Problem, StartRefused
+from agentd.program.command_line import Program
 from agentd.program.exit_status import exit_refused, print_problems
-from agentd.program.parameters import CommandGroup, FilePath
+from agentd.program.parameters import FilePath
 from agentd.tomlfile.regular_files import UnusableFile, read_regular
 
 _T = TypeVar("_T")
@@ -36,7 +37,7 @@ config_option = click.option(
 )
 
 
-@click.group(cls=CommandGroup)
+@click.group("agentd", cls=Program)
 @click.version_option(__version__, prog_name="agentd")
 def agentd() -> None:
     """Divide a node's devices among its agents.
