@@ -25,8 +25,8 @@ def new_kernel_id() -> str:
 
 
 def kernel_request(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the request of a create with its id."""
-    identity = {"kernel_id": new_kernel_id()}
+    """Return the request of a create with its id and its attempt."""
+    identity = {"kernel_id": new_kernel_id(), "attempt": os.urandom(8).hex()}
     given = {name: value for name, value in request.items() if value is not None}
     return {**request, **identity, **{name: given[name] for name in identity if name in given}}
 
