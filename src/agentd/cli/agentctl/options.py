@@ -17,6 +17,7 @@ from typing import Any, NoReturn, TypeVar
 import click
 from click.core import ParameterSource
 
+from agentd.cli.option_types import UNIX
 from agentd.cli.output import (
     DATA_FORMATS,
     CommandError,
@@ -28,7 +29,7 @@ from agentd.cli.output import (
     print_text,
 )
 from agentd.client import Client
-from agentd.client.defaults import DEFAULT_SOCKET
+from agentd.client.defaults import DEFAULT_SOCKET, TIMEOUT_S
 from agentd.core.names import did_you_mean
 from agentd.errors import AgentdError, UnknownAgent, Unreachable, UnsupportedResource
 from agentd.host.systemd.availability import is_booted
@@ -38,6 +39,11 @@ from agentd.tomlfile.regular_files import UnusableFile, read_regular
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 DEFAULT_CONFIG = "/etc/agentd/agent.toml"
+GATEWAY = "unix:/run/agentd-fleet/gateway.sock"
+_ADDRESSES = {
+    "url": "--url", "socket_path": "--socket", "config": "--config", "fleet_address": "--fleet",
+}  # fmt: skip
+"""The options that name a daemon; in the environment, an earlier one takes precedence."""
 IF_UNREACHABLE = (
     "see whether the daemon runs: systemctl status agentd.socket agentd.service",
     "start both: systemctl start agentd.socket agentd.service",
@@ -400,8 +406,53 @@ def event_subject(content: Mapping[str, Any]) -> str:
     return str(next(filter(None, names), ""))
 
 
-def token_of(file: str | None) -> str | None:
-    """Return the token in a file; None without a file."""
+def chosen_address(root: click.Context) -> str | None:
+    """Return the parameter of `agentctl` that names the daemon; None for the default one.
+
+    One on the command line takes precedence over the environment.
+
+    Raises:
+        UsageError: there are several on the command line.
+    """
+    given = [name for name in _ADDRESSES if root.params.get(name)]
+    named = [name for name in given if _is_on_command_line(root, name)]
+    if len(named) > 1:
+        both = " and ".join(_ADDRESSES[name] for name in named[:2])
+        raise click.UsageError(f"{both} exclude each other: name one daemon", root)
+    return next(iter(named or given), None)
+
+
+def _is_on_command_line(root: click.Context, name: str) -> bool:
+    return root.get_parameter_source(name) is ParameterSource.COMMANDLINE
+
+
+def client_of(root: click.Context, *, is_of_fleet: bool, timeout_s: float = TIMEOUT_S) -> Client:
+    """Return a client of the daemon that options or the environment name.
+
+    Raises:
+        UsageError: an option would have no effect.
+    """
+    chosen, options = chosen_address(root), root.params
+    if is_of_fleet:
+        if chosen not in (None, "fleet_address") and _is_on_command_line(root, str(chosen)):
+            option = _ADDRESSES[str(chosen)]
+            raise click.UsageError(f"{option} names a node: name the gateway with --fleet", root)
+        address = options["fleet_address"] or GATEWAY
+    elif chosen in ("url", "fleet_address"):
+        address = options[chosen]
+    else:
+        path = options["socket_path"] if chosen == "socket_path" else socket_of(options["config"])
+        address = f"{UNIX}{path}"
+    if not address.startswith(UNIX):
+        token = _read_token(options["token_file"])
+        return Client(url=address, token=token, timeout_s=timeout_s, retry_s=0)
+    if _is_on_command_line(root, "token_file"):
+        reason = "a unix socket needs no token"
+        raise click.UsageError(f"--token-file is for --url, or --fleet over TCP: {reason}", root)
+    return Client(address.removeprefix(UNIX), timeout_s=timeout_s, retry_s=0)
+
+
+def _read_token(file: str | None) -> str | None:
     try:
         return read_regular(Path(file)).text.strip() if file else None
     except UnusableFile as error:
