@@ -74,12 +74,22 @@ def etcd_credentials(fleet: FleetSettings, tls: ssl.SSLContext | None = None) ->
         ConfigRefused: the password or a certificate is unusable.
         StartRefused: one cannot be read for now.
     """
-    password = _read_secret("fleet.etcd-password-file", fleet.etcd_password_file)
-    return EtcdCredentials(fleet.etcd, fleet.etcd_user, password, tls or _read_tls(fleet)[0])
+    password = read_etcd_password(fleet)
+    return EtcdCredentials(fleet.etcd, fleet.etcd_user, password, tls or read_tls(fleet)[0])
 
 
-def _read_tls(fleet: FleetSettings) -> tuple[ssl.SSLContext, tuple[bytes, ...]]:
-    """Return the TLS context for etcd and nodes, by default of the system, and its files."""
+def read_etcd_password(fleet: FleetSettings) -> str:
+    """Return the password of the user in etcd, empty without one; it raises as `read_tls` does."""
+    return _read_secret("fleet.etcd-password-file", fleet.etcd_password_file)
+
+
+def read_tls(fleet: FleetSettings) -> tuple[ssl.SSLContext, tuple[bytes, ...]]:
+    """Return the TLS context for etcd and nodes, by default of the system, and its files.
+
+    Raises:
+        ConfigRefused: a file is unusable.
+        StartRefused: one cannot be read for now.
+    """
     files = []
     try:
         if fleet.ca is not None:
@@ -157,7 +167,7 @@ class GatewayCredentials:
     def __init__(self, settings: FleetFile, reread: Callable[[], FleetFile]) -> None:
         self._settings = settings
         self._reread = reread
-        tls, files = _read_tls(settings.fleet)
+        tls, files = read_tls(settings.fleet)
         etcd = etcd_credentials(settings.fleet, tls)
         self.own = OwnCredentials(_read_node_token(settings), etcd, tls, files)
         self._on_change: list[Callable[[OwnCredentials], None]] = []
@@ -217,7 +227,7 @@ class GatewayCredentials:
     def _read_tls(self) -> Callable[[], object]:
         fleet = self._settings.fleet
         _refuse(expiry_problems("fleet.cert", fleet.cert, fleet.key))
-        tls, contents = _read_tls(fleet)
+        tls, contents = read_tls(fleet)
         etcd = replace(self.own.etcd, tls=tls)
         return partial(self._use, etcd=etcd, tls=tls, tls_files=contents)
 
