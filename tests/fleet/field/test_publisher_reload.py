@@ -166,6 +166,20 @@ async def test_unusable_setting_of_a_publisher_does_not_hold_back(
     assert not logged, "the next attempt finds nothing new"
 
 
+async def test_changed_file_is_read_at_once_after_an_unusable_one(tmp_path: Path) -> None:
+    """A pause of ten seconds is longer than a lease."""
+    password, key = tmp_path / "password", tmp_path / "key"
+    password.touch()
+    options = JoinOptions(
+        name="main", etcd=(), etcd_password_file=str(password), key=str(key), socket="", lease=5,
+        state_dir="",
+    )  # fmt: skip
+    credentials = JoinCredentials(options)
+    assert [await credentials._have_changed() for _ in range(3)] == [True, False, False]
+    password.unlink()
+    assert [await credentials._have_changed() for _ in range(2)] == [True, False]
+
+
 @pytest.mark.parametrize("is_asked", [True, False], ids=["after a hangup", "when refused"])
 async def test_renewed_client_pair_is_used_for_etcd(world: World, *, is_asked: bool) -> None:
     """Two endpoints: the first takes the old certificate alone, the second the new one alone."""

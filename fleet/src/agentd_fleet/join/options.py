@@ -7,9 +7,11 @@ certificates would stay in the memory of this one.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import random
 import ssl
+import time
 from collections.abc import Callable
 from functools import partial
 from subprocess import PIPE
@@ -30,7 +32,7 @@ log = structlog.get_logger()
 LOOK_S = 1.0
 """Seconds after which a publisher that cannot write looks for changed files of credentials."""
 RETRY_S = 10.0
-"""Seconds after which it reads changed files again that were unusable: each time is a process."""
+"""Seconds after which it reads unusable files again that did not change: each is a process."""
 
 
 class JoinOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,6 +107,8 @@ class JoinCredentials:
         self._weaknesses = Weaknesses()
         self._weaknesses.replace(options.weaknesses)
         self._refusal = ""
+        self._attempt: tuple[float, dict[str, int]] = (-math.inf, {})
+        """When changed files were last read, and their times then."""
 
     async def log_daily(self) -> None:
         """Log weak credentials once a day, forever."""
@@ -117,22 +121,26 @@ class JoinCredentials:
 
         It is not part of a call of etcd, because it takes longer than that.
         """
-        pause_s = LOOK_S
         while True:
-            is_asked = await wait_event(hangup, pause_s)
+            is_asked = await wait_event(hangup, LOOK_S)
             hangup.clear()
             if is_asked:
                 self._refusal = ""
             elif not (may_be_refused() and await self._have_changed()):
                 continue
             await self._reload(etcd)
-            pause_s = RETRY_S if self._refusal else LOOK_S
             if is_asked and not self._refusal:
                 log.info("publisher.reloaded")
 
     async def _have_changed(self) -> bool:
+        """Return whether files changed since they were in use, and since the last attempt."""
         times = await asyncio.to_thread(self._options.read_times)
-        return times != self._options.changed_at
+        attempted_at, previous = self._attempt
+        is_due = times != previous or time.monotonic() >= attempted_at + RETRY_S
+        if times == self._options.changed_at or not is_due:
+            return False
+        self._attempt = time.monotonic(), times
+        return True
 
     async def _reload(self, etcd: EtcdClient) -> None:
         """Read the settings again; those that are unusable are logged, and stay as they are."""
