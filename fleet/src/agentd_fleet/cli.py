@@ -119,7 +119,9 @@ def _read_join_options(config_file: str | None, in_force: bytes = b"") -> bytes:
         login["password"] = read_etcd_password(fleet)
     except AgentdError as error:
         old = refuse("password", error)
-        login = {"etcd_user": old.etcd_user, "password": old.password}
+        login = {
+            name: getattr(old, name) for name in ("etcd_user", "password", "etcd_password_file")
+        }
         unread.append(options.etcd_password_file)
     try:
         if previous and (expired := expiry_problems("fleet.cert", fleet.cert, fleet.key)):

@@ -166,6 +166,34 @@ async def test_unusable_setting_of_a_publisher_does_not_hold_back(
     assert not logged, "the next attempt finds nothing new"
 
 
+@pytest.mark.parametrize("user", ["", "n"])
+def test_password_goes_with_its_user_through_several_mistakes(tmp_path: Path, user: str) -> None:
+    """Another user whose password is missing, then there, beside a typo; at last without it."""
+    config, base = tmp_path / "fleet.toml", '[fleet]\netcd = ["http://127.0.0.1:1"]\n'
+    for name in ("n", "m"):
+        (tmp_path / name).touch(0o600)
+        (tmp_path / name).write_text(f"the-password-of-{name}")
+
+    def login(name: str) -> str:
+        return f'etcd-user = "{name}"\netcd-password-file = "{tmp_path}/{name}"\n' if name else ""
+
+    def read(text: str, in_force: bytes = b"") -> tuple[bytes, tuple[str, str]]:
+        config.write_text(f"{base}{text}")
+        output = _read_join_options(str(config), in_force)
+        options = msgspec.json.decode(output, type=JoinOptions)
+        return output, (options.etcd_user, options.password)
+
+    in_force, before = read(login(user))
+    (tmp_path / "m").rename(tmp_path / "later")
+    in_force, kept = read(login("m"), in_force)
+    assert kept == before
+    (tmp_path / "later").rename(tmp_path / "m")
+    assert msgspec.json.decode(in_force, type=JoinOptions).read_times()[str(tmp_path / "m")]
+    in_force, kept = read(f"{login('m')}typo = 1\n", in_force)
+    assert kept == before
+    assert read(login("m"), in_force)[1] == ("m", "the-password-of-m")
+
+
 async def test_changed_file_is_read_at_once_after_an_unusable_one(tmp_path: Path) -> None:
     """A pause of ten seconds is longer than a lease."""
     password, key = tmp_path / "password", tmp_path / "key"

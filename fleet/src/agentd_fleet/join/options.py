@@ -38,7 +38,8 @@ RETRY_S = 10.0
 class JoinOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The publisher's settings of `[fleet]` and `[join]`; files are paths.
 
-    `changed_at` has the time of each file of credentials, from before it was read with success.
+    `changed_at` has the time of each file of credentials, from before it was read with success; a
+    file that the settings name and that was not read is there, too.
     After a reload, `refused` has the reasons why the settings, the password or the files of TLS
     could not be replaced.
     """
@@ -80,7 +81,7 @@ class JoinOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     def read_times(self) -> dict[str, int]:
         """Return when each file of credentials changed (ns), 0 if it cannot be read for now."""
-        files = (self.etcd_password_file, *self.tls_files)
+        files = (self.etcd_password_file, *self.tls_files, *self.changed_at)
         return {file: _changed_at(file) for file in files if file is not None}
 
 
