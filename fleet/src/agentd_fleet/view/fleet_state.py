@@ -167,9 +167,10 @@ class FleetState:
         )
 
     def is_silent(self, node_id: str) -> bool:
-        """Return whether a node is unknown, or silent as far as the store and its calls tell."""
+        """Return whether a node answers nobody, as far as the store and this gateway's calls tell."""
         node = self.node(node_id)
-        return node is None or (node.status in SILENT_STATUSES and not self.has_answered(node_id))
+        is_silent = node is not None and node.status in SILENT_STATUSES
+        return is_silent and not self.has_answered(node_id)
 
     def _apply_again(self, node_id: str) -> None:
         if (reported := self._reported.get(node_id)) is not None:
@@ -232,7 +233,7 @@ class FleetState:
 
     @asynccontextmanager
     async def call_timeout(self, node_id: str, limit_s: float) -> AsyncIterator[None]:
-        """Limit a call to a node, to `ANSWER_TIMEOUT_S` while the node is silent.
+        """Limit a call to a node, to `ANSWER_TIMEOUT_S` while the node is silent or unknown.
 
         Raises:
             TimeoutError: the call took longer.
@@ -243,8 +244,8 @@ class FleetState:
         def limit() -> None:
             if not timeout.expired():
                 soon = loop.time() + ANSWER_TIMEOUT_S
-                is_silent = self.is_silent(node_id)
-                timeout.reschedule(min(deadline, soon) if is_silent else deadline)
+                may_be_slow = self.node(node_id) is not None and not self.is_silent(node_id)
+                timeout.reschedule(deadline if may_be_slow else min(deadline, soon))
 
         async with asyncio.timeout_at(deadline) as timeout:
             callbacks = self._limit_callbacks[node_id]
