@@ -23,9 +23,11 @@ from agentd.errors import RuntimeUnavailable
 from agentd.runtimes.host.private_folder import PrivateFolder
 from agentd.services.protocols import KernelLog, LogQuery
 
-ANCHOR_BYTES, ANCHOR_PAUSE_S = 1 << 20, 10.0
-"""Distance between two anchors: bytes, or seconds in which less was read."""
+ANCHOR_BYTES, ANCHOR_PAUSE_S = 64 << 10, 10.0
+"""Distance between the newest anchors: bytes, or seconds in which less was read."""
 MAX_ANCHORS = 256
+_ANCHORS_PER_DISTANCE = 16
+"""Older anchors are fewer: the distance between two is this part of the distance to the end."""
 
 
 class LogEntry(NamedTuple):
@@ -97,6 +99,11 @@ class LogAnchors:
         return _Saved(self._log_id)
 
     @property
+    def first(self) -> Anchor | None:
+        """The oldest anchor: no line before it is kept."""
+        return self._anchors[0] if self._anchors else None
+
+    @property
     def last(self) -> Anchor | None:
         """The newest anchor."""
         return self._anchors[-1] if self._anchors else None
@@ -123,7 +130,13 @@ class LogAnchors:
 
     def add(self, anchor: Anchor) -> None:
         """Add the newest anchor."""
-        self._anchors = [*self._anchors, anchor][-MAX_ANCHORS:]
+        kept = [anchor]
+        for older in reversed(self._anchors):
+            gap, distance = kept[-1].position - older.position, anchor.position - older.position
+            if _ANCHORS_PER_DISTANCE * gap >= distance:
+                kept.append(older)
+        first = [older for older in self._anchors[:1] if older not in kept[: MAX_ANCHORS - 1]]
+        self._anchors = [*first, *kept[: MAX_ANCHORS - 1][::-1]]
         self._noted_at = time.monotonic()
         if self._path is None:
             return
@@ -178,6 +191,8 @@ class _Reader:
     def __init__(self, source: LogSource, query: LogQuery, anchors: LogAnchors) -> None:
         self._source, self._query, self._anchors = source, query, anchors
         self._kept = replace(query, follow=False)
+        self._oldest: Anchor | None = None
+        """The oldest line that is kept, if it was looked for."""
 
     async def find(self, goal: _Goal) -> tuple[Anchor, int]:
         """Return the position of the first byte at the goal, and an anchor to read it from."""
@@ -186,7 +201,7 @@ class _Reader:
             with suppress(_Dropped):
                 position = await self._count(begin, goal)
         if begin is None or position is None:
-            begin = await self._find_oldest(goal)
+            begin = self._oldest = await self._find_oldest(goal)
             position = await self._count(begin, goal)
         if position is None:  # it was dropped meanwhile
             position = begin.position
@@ -235,7 +250,9 @@ class _Reader:
             _Dropped: the line to begin with was dropped.
         """
         position, previous_time, expected = begin.position, "", begin.key
-        async with aclosing(self._source.read(query, begin.key)) as entries:
+        is_oldest = begin in (self._anchors.first, self._oldest)
+        key = "" if is_oldest else begin.key  # a clock may have been set back since its time
+        async with aclosing(self._source.read(query, key)) as entries:
             async for entry in entries:
                 if expected and entry.key != expected:
                     raise _Dropped(f"output before {position} was dropped")

@@ -23,6 +23,7 @@ from agentd.services.protocols import LogQuery, LogStream
 SILENCE_S = 10.0
 """Seconds of silence before the engine is probed, and seconds that it has to answer."""
 _MAX_LINE_BYTES, _CHUNK_BYTES = 8 << 20, 64 << 10
+_RECENT_LINES = 4096
 DESTROY = "destroy"
 CREATE_ACTIONS = ("create", "start")
 _OBSERVED_ACTIONS = {
@@ -142,12 +143,14 @@ class ContainerLog(msgspec.Struct, frozen=True):
             "timestamps": "1",
             "since": f"{since_ns // 10**9}.{since_ns % 10**9:09d}",
         }
+        repeated = _RepeatedLines()
         with translate_errors():
             async with self.docker.stream("GET", self._path, params) as stream:
-                async for line in _read_lines_of_log(stream):
+                async for number, line in _read_lines_of_log(stream):
                     time, _, text = line.partition(b" ")
                     key = f"{time.decode(errors='replace')} {crc32(text):08x}"
-                    yield LogEntry(key, line if query.timestamps else text)
+                    if not (query.follow and repeated.has(number, key)):
+                        yield LogEntry(key, line if query.timestamps else text)
 
     async def is_whole(self) -> bool:
         """Return whether the log is too small to have been rotated, as far as that shows.
@@ -169,6 +172,30 @@ class ContainerLog(msgspec.Struct, frozen=True):
         return f"/containers/{self.container}/logs"
 
 
+class _RepeatedLines:
+    """The lines that an engine before version 23 repeats to a follower when it rotates their file.
+
+    They are older than a line before them in the same stream, and were read not long ago.
+    """
+
+    def __init__(self) -> None:
+        self._newest: dict[int, str] = {}
+        self._recent: dict[str, None] = {}
+        self._is_repeating = False
+
+    def has(self, stream: int, key: str) -> bool:
+        """Return whether a line was read before, and note it."""
+        time = key.partition(" ")[0]
+        is_older = time < self._newest.get(stream, "")
+        self._is_repeating = (is_older or self._is_repeating) and key in self._recent
+        if not self._is_repeating:
+            self._newest[stream] = time
+            self._recent[key] = None
+            if len(self._recent) > _RECENT_LINES:
+                del self._recent[next(iter(self._recent))]
+        return self._is_repeating
+
+
 def _nanoseconds(time: str) -> int:
     """Return the time of a line in nanoseconds since the epoch, 0 if it is malformed."""
     try:
@@ -179,8 +206,10 @@ def _nanoseconds(time: str) -> int:
     return seconds * 10**9 + int(fraction[1].ljust(9, "0") if fraction else 0)
 
 
-async def _read_lines_of_log(stream: aiohttp.StreamReader) -> AsyncGenerator[bytes]:
-    """Yield the lines of a log, or parts of long ones, each in a frame of its own.
+async def _read_lines_of_log(
+    stream: aiohttp.StreamReader,
+) -> AsyncGenerator[tuple[int, bytes]]:
+    """Yield the lines of a log, or parts of long ones, each with its stream.
 
     Raises:
         DockerResponseLost: a frame is too long for a part of a line, or was cut.
@@ -196,7 +225,7 @@ async def _read_lines_of_log(stream: aiohttp.StreamReader) -> AsyncGenerator[byt
             if header or error.partial:
                 raise DockerResponseLost("the engine cut the log off") from error
             return
-        yield frame
+        yield header[0], frame
 
 
 async def read_frames(
