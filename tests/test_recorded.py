@@ -56,6 +56,7 @@ _LIMITS = ("", ".*.soft", ".*.hard")
 _AGENT = ("allowed-groups", "allowed-mounts", "allowed-networks", "network", "registry-auth")
 _NODE, _CLEAR = "/v1/nodes/{node}", "devices/{device_name}/{id}/clear"
 _CLEAR_PATHS = "path:device_name path:id"
+_SIGNAL = "/kernels/{kernel}/signal path:kernel"
 _PLUGIN_AT_NODE = f"{_NODE}/plugins/{{plugin}}"
 NEW: Mapping[str, frozenset[str]] = {
     "configuration": frozenset(
@@ -69,13 +70,16 @@ NEW: Mapping[str, frozenset[str]] = {
     "audit_actions": frozenset(
         f"{program} {action}"
         for program in ("agentd", "gateway")
-        for action in ("clear_device", "start_plugin", "stop_plugin")
+        for action in ("clear_device", "signal_kernel", "start_plugin", "stop_plugin")
     )
     | {"gateway cordon_node", "gateway uncordon_node"},
     "operations": frozenset(
         {
             *(f"{route} query:from{node}{_LOGS_QUERY}" for route, node in _LOGS.items()),
             f"agentd clear_device POST /v1/{_CLEAR} {_CLEAR_PATHS}",
+            f"agentd signal_kernel POST /v1{_SIGNAL}",
+            f"gateway signal_kernel POST /v1{_SIGNAL} query:node",
+            f"gateway signal_kernel_at_node POST {_NODE}{_SIGNAL} path:node",
             f"gateway clear_device_at_node POST {_NODE}/{_CLEAR} {_CLEAR_PATHS} path:node",
             "agentd start_plugin POST /v1/plugins/{plugin}/start path:plugin",
             "agentd stop_plugin POST /v1/plugins/{plugin}/stop path:plugin",
@@ -135,6 +139,7 @@ NEW: Mapping[str, frozenset[str]] = {
                 for argument in ("", " --json", " -o/--output", " node")
             ),
             "agentctl fleet nodes cordon --reason",
+            *(f"agentctl signal{argument}" for argument in ("", " kernel", " signal")),
         }
     ),
     "schemas": frozenset(
@@ -150,6 +155,8 @@ NEW: Mapping[str, frozenset[str]] = {
             f"{document} {name}"
             for document in ("agentd", "gateway")
             for name in (
+                "SignalRequest",
+                "SignalRequest signal",
                 "ConditionView",
                 "ConditionView about",
                 "ConditionView reason",
@@ -161,7 +168,7 @@ NEW: Mapping[str, frozenset[str]] = {
         | {
             f"{model} {member}"
             for model in ("agentd CreateKernelRequest", "gateway FleetKernelRequest")
-            for member in ("entrypoint", "groups", "init")
+            for member in ("attempt", "entrypoint", "groups", "init", "remove")
         }
     ),
 }

@@ -4,6 +4,7 @@ import asyncio
 import grp
 import os
 import re
+import signal
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ from support.daemon import UNITS
 from support.engine import IMAGE
 from support.fakes import FakeRuntime
 from support.logs import read_log
+from support.waiting import until
 
 CORE = str(min(probe().cores))
 SHARES = Allocation(
@@ -202,6 +204,36 @@ async def test_stop_of_an_ended_or_missing_kernel_succeeds(rig: Rig) -> None:
         await rig.runtime.stop(created.ref, 0)
     await rig.runtime.remove(created.ref)
     await rig.runtime.stop(created.ref, 0)
+
+
+async def test_a_signal_reaches_the_first_process_alone(rig: Rig) -> None:
+    if isinstance(rig.runtime, FakeRuntime):
+        created = await rig.create("sleep", "1000")
+    else:
+        traps = 'for s in INT TERM HUP QUIT USR1 USR2; do trap "echo $s" $s; done'
+        child = "sh -c 'trap \"echo child\" USR1; echo ready; while :; do sleep 0.1; done'"
+        created = await rig.create("sh", "-c", f"{traps}; {child} & while :; do sleep 0.1; done")
+        said = b"ready\n"
+        await says(rig, said)
+        for name in ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2"):
+            assert await rig.runtime.signal(created.ref, signal.Signals[f"SIG{name}"])
+            said += f"{name}\n".encode()
+            await says(rig, said)
+    while await rig.runtime.signal(created.ref, signal.SIGKILL):
+        await asyncio.sleep(0.02)  # the child of a process kernel is its first process now
+    assert (await rig.until_ended("k1")).ending.exit_code == 137
+    for _ in range(2):
+        assert not await rig.runtime.signal(created.ref, signal.SIGINT)
+        await rig.runtime.remove(created.ref)
+
+
+async def says(rig: Rig, text: bytes) -> None:
+    """Wait until the kernel has printed this."""
+
+    async def printed() -> bytes:
+        return b"".join([chunk async for chunk in rig.runtime.logs(K1, LogQuery())])
+
+    await until(printed, text, within_s=30)
 
 
 async def test_remove_leaves_nothing_and_can_be_repeated(rig: Rig) -> None:

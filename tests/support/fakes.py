@@ -159,6 +159,14 @@ class FakeRuntime:
         if found is not None and found.state is not ObservedState.EXITED:
             self.end(ref.kernel_id, 137 if timeout_s == 0 else 143)
 
+    async def signal(self, ref: KernelRef, number: int) -> bool:
+        self._answer()
+        found = self.kernels.get(ref.kernel_id)
+        if found is None or not found.is_alive:
+            return False
+        self.end(ref.kernel_id, 128 + number)
+        return True
+
     async def remove(self, ref: KernelRef, *, unless_alive: bool = False) -> bool:
         self._answer()
         found = self.kernels.get(ref.kernel_id)

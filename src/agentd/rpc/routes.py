@@ -28,6 +28,7 @@ from agentd.rpc.requests import (
     EditsRequest,
     EngineRequest,
     RenewRequest,
+    SignalRequest,
     StopRequest,
 )
 from agentd.rpc.site import NodeSite
@@ -117,6 +118,7 @@ def routes(
         get("/v1/kernels", kernels.list_kernels, list[KernelView], query=NodeKernelsQuery),
         get(kernel, kernels.get_kernel, KernelView),
         post(f"{kernel}/stop", kernels.stop_kernel, KernelView, body=StopRequest, right=use),
+        post(f"{kernel}/signal", kernels.signal_kernel, {204: None}, body=SignalRequest, right=use),
         delete(kernel, kernels.delete_kernel, query=DeleteQuery, right=use),
         get(f"{kernel}/logs", kernels.get_logs, LOG, query=LogsQuery, right=Right.OUTPUT),
         get(f"{kernel}/exec", kernels.exec_kernel, {SWITCHING_PROTOCOLS: None}, right=Right.OUTPUT),

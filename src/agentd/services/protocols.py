@@ -300,6 +300,10 @@ class Runtime(Protocol):
         """
         ...
 
+    async def signal(self, ref: KernelRef, number: int) -> bool:
+        """Send a signal to a kernel's first process; return False if that does not run."""
+        ...
+
     async def remove(self, ref: KernelRef, *, unless_alive: bool = False) -> bool:
         """Remove a kernel, running or not; removing one that does not exist succeeds.
 

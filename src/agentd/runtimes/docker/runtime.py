@@ -418,6 +418,17 @@ class DockerRuntime:
             timeout_s = CALL_TIMEOUT_S + grace_s
             await self._docker.call("POST", path, params, timeout_s=timeout_s)
 
+    async def signal(self, ref: KernelRef, number: int) -> bool:
+        path = f"/containers/{self._container_reference(ref)}/kill"
+        with translate_errors():
+            try:
+                await self._docker.call("POST", path, {"signal": str(number)})
+            except DockerError as error:
+                if error.status not in (NOT_FOUND, CONFLICT):
+                    raise
+                return False
+        return True
+
     async def remove(self, ref: KernelRef, *, unless_alive: bool = False) -> bool:
         container = self._container_reference(ref)
         with translate_errors(), suppress_not_found():

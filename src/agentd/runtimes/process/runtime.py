@@ -229,6 +229,10 @@ class ProcessRuntime:
                 await processes.kill(alive)
                 await hit_async("stop.after_kill")
 
+    async def signal(self, ref: KernelRef, number: int) -> bool:
+        with os_errors_as_unavailable():
+            return self._bundles.kernel_processes(ref.kernel_id).signal_first(number)
+
     async def remove(self, ref: KernelRef, *, unless_alive: bool = False) -> bool:
         for _ in range(MAX_REMOVE_ATTEMPTS):
             if unless_alive:

@@ -245,6 +245,9 @@ class SystemdRuntime:
         finally:
             await changes.aclose()
 
+    async def signal(self, ref: KernelRef, number: int) -> bool:
+        return await self._manager.kill(unit_name(self._node_id, ref.kernel_id), number, "main")
+
     async def remove(self, ref: KernelRef, *, unless_alive: bool = False) -> bool:
         unit = unit_name(self._node_id, ref.kernel_id)
         if unless_alive and await self._live_substate(unit) is not None:

@@ -133,15 +133,19 @@ class KernelService:
         Raises:
             UnknownAgent: the agent does not exist.
             UnsupportedResource: another request created it, and this one names unknown slots.
-            KernelConflict: another request created it.
+            KernelConflict: another request, or another attempt, created it.
         """
         self._devices.partition(spec.agent_id)
         known = self._state.kernels.get(spec.kernel_id)
-        if known is not None and known.spec_hash != spec.spec_hash:
+        if known is None:
+            return None
+        if known.spec_hash != spec.spec_hash:
             self._planner.refuse_unsupported(spec.slots)
             if known.agent_id != spec.agent_id:
                 raise KernelConflict(f"duplicate kernel id {spec.kernel_id}")
             raise KernelConflict(f"kernel {spec.kernel_id} exists with a different request")
+        if spec.attempt not in ("", known.attempt):
+            raise KernelConflict(other_attempt_reason(spec.kernel_id))
         return known
 
     def _parse(self, spec: KernelSpec, problems: Sequence[Problem]) -> ParsedRequest:
@@ -293,6 +297,21 @@ class KernelService:
         self._state.put_kernel(ended)
         log.info("kernel.stopped", kernel_id=kernel.kernel_id, exit_code=ended.ending.exit_code)
 
+    async def signal(self, kernel_id: str, number: int) -> None:
+        """Send a signal to the first process of a kernel.
+
+        Raises:
+            UnknownKernel: the kernel does not exist.
+            KernelConflict: it does not run.
+            RuntimeUnavailable: the runtime does not answer.
+        """
+        kernel = self._state.kernel(kernel_id)
+        is_live = kernel.state in LIVE and kernel.state is not KernelState.PAUSED
+        if not is_live:
+            raise KernelConflict(f"kernel {kernel_id} is {kernel.state}, expected running")
+        if not await self._runtime_of(kernel).signal(kernel.ref, number):
+            raise KernelConflict(f"the first process of kernel {kernel_id} does not run")
+
     async def remove(
         self, kernel_id: str, timeout_s: float | None = None, *, expected: Kernel | None = None
     ) -> None:
@@ -352,6 +371,12 @@ class KernelService:
         return runtime
 
 
+def other_attempt_reason(kernel_id: str) -> str:
+    """Return the reason of a conflict with the kernel of an equal request."""
+    remedy = "use another id, or delete it"
+    return f"kernel {kernel_id} exists, and another attempt created it; {remedy}"
+
+
 def prepare_kernel(spec: KernelSpec, decision: Decision, runtime: str, now: float) -> Kernel:
     """Return the kernel of a decided request, before its runtime is called."""
     return Kernel(
@@ -372,6 +397,9 @@ def prepare_kernel(spec: KernelSpec, decision: Decision, runtime: str, now: floa
         labels=spec.labels,
         claim_id=spec.claim_id,
         keeps_claim=spec.keeps_claim,
+        attempt=spec.attempt,
+        removes=spec.removes,
+        creator_uid=spec.caller.uid if spec.removes and spec.caller else None,
     )
 
 
