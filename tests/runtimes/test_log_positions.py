@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from zlib import crc32
@@ -39,15 +39,15 @@ class MemoryLog:
     def kept_from(self) -> int:
         return len(b"".join(line for _, line in self.lines[: self.dropped]))
 
-    async def read(self, query: LogQuery, begin: str = "") -> AsyncGenerator[LogEntry]:
+    async def read(self, query: LogQuery, begin: str = "") -> AsyncGenerator[Sequence[LogEntry]]:
         self.reads += 1
         kept = self.lines[self.dropped :]
         since = begin.partition(" ")[0] or (f"{query.since_ns:06d}" if query.since_ns else "")
         kept = [(key, line) for key, line in kept if key.partition(" ")[0] >= since]
         if query.tail is not None:
             kept = kept[max(0, len(kept) - query.tail) :]
-        for key, line in kept:
-            yield LogEntry(key, line)
+        for index in range(0, len(kept), 7):
+            yield [LogEntry(key, line) for key, line in kept[index : index + 7]]
 
     async def is_whole(self) -> bool:
         return not self.was_rotated

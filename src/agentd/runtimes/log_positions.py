@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import bisect_right
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -62,10 +62,10 @@ class _Goal(NamedTuple):
 class LogSource(Protocol):
     """A kernel's log in its runtime."""
 
-    def read(self, query: LogQuery, begin: str = "") -> AsyncGenerator[LogEntry]:
+    def read(self, query: LogQuery, begin: str = "") -> AsyncGenerator[Sequence[LogEntry]]:
         """Yield the entries that a query selects, from the one with the key `begin` if given.
 
-        If that one was dropped, they begin with a later one.
+        They come as they are read, some at a time. If that one was dropped, they begin later.
         """
         ...
 
@@ -117,9 +117,10 @@ class LogAnchors:
             index = bisect_right(self._anchors, goal.position, key=lambda anchor: anchor.position)
         return self._anchors[index - 1] if index else None
 
-    def position_of(self, key: str) -> int | None:
-        """Return the position of a line that is an anchor."""
-        return next((anchor.position for anchor in self._anchors if anchor.key == key), None)
+    @property
+    def positions(self) -> Mapping[str, int]:
+        """The positions of all anchors, by their keys."""
+        return {anchor.key: anchor.position for anchor in self._anchors}
 
     def is_due(self, position: int) -> bool:
         """Return whether a line at a position is to become an anchor."""
@@ -178,7 +179,7 @@ async def _goal(source: LogSource, query: LogQuery) -> _Goal:
         return _Goal(query.from_position or 0)
     async with aclosing(source.read(replace(query, follow=False))) as selected:
         first = await anext(selected, None)
-    return _Goal(key=first.key if first else "")
+    return _Goal(key=first[0].key if first else "")
 
 
 class _Dropped(RuntimeUnavailable):
@@ -211,27 +212,29 @@ class _Reader:
 
     async def _count(self, begin: Anchor, goal: _Goal) -> int | None:
         """Return the position of a goal, or the end; None if its line is not there."""
-        end = begin.position
-        async with aclosing(self._read(self._kept, begin)) as entries:
-            async for position, entry in entries:
-                end = position + len(entry.data)
-                if entry.key == goal.key:
-                    return position
-                if goal.position is not None and end > goal.position:
-                    return max(position, goal.position)
-        return None if goal.key else end
+        position = begin.position
+        async with aclosing(self._read(self._kept, begin)) as batches:
+            async for entries in batches:
+                for entry in entries:
+                    if entry.key == goal.key:
+                        return position
+                    position += len(entry.data)
+                    if goal.position is not None and position > goal.position:
+                        return max(begin.position, goal.position)
+        return None if goal.key else position
 
     async def _find_oldest(self, goal: _Goal) -> Anchor:
         """Return the oldest line, at a position that no client has seen if it is unknown."""
-        oldest, size = "", 0
-        async with aclosing(self._source.read(self._kept)) as entries:
-            async for entry in entries:
-                oldest = oldest or entry.key
+        oldest, size, positions = "", 0, self._anchors.positions
+        async with aclosing(self._source.read(self._kept)) as batches:
+            async for entries in batches:
+                oldest = oldest or entries[0].key
                 if self._anchors.last is None:
                     break
-                if (known := self._anchors.position_of(entry.key)) is not None:
-                    return Anchor(max(0, known - size), oldest)
-                size += len(entry.data)
+                for entry in entries:
+                    if (known := positions.get(entry.key)) is not None:
+                        return Anchor(max(0, known - size), oldest)
+                    size += len(entry.data)
         if self._anchors.last is not None:
             unseen = self._anchors.last.position + ANCHOR_BYTES
         elif await self._source.is_whole():
@@ -243,31 +246,35 @@ class _Reader:
             self._anchors.add(begin)
         return begin
 
-    async def _read(self, query: LogQuery, begin: Anchor) -> AsyncGenerator[tuple[int, LogEntry]]:
-        """Yield entries with their positions.
+    async def _read(self, query: LogQuery, begin: Anchor) -> AsyncGenerator[Sequence[LogEntry]]:
+        """Yield entries, and note anchors.
 
         Raises:
             _Dropped: the line to begin with was dropped.
         """
-        position, previous_time, expected = begin.position, "", begin.key
+        position, time_before, expected = begin.position, "", begin.key
         is_oldest = begin in (self._anchors.first, self._oldest)
         key = "" if is_oldest else begin.key  # a clock may have been set back since its time
-        async with aclosing(self._source.read(query, key)) as entries:
-            async for entry in entries:
-                if expected and entry.key != expected:
+        async with aclosing(self._source.read(query, key)) as batches:
+            async for entries in batches:
+                if expected not in ("", entries[0].key):
                     raise _Dropped(f"output before {position} was dropped")
                 expected = ""
-                if self._anchors.is_due(position) and entry.time != previous_time:
-                    self._anchors.add(Anchor(position, entry.key))
-                previous_time = entry.time
-                yield position, entry
-                position += len(entry.data)
+                for entry in entries:
+                    if self._anchors.is_due(position) and entry.time != time_before:
+                        self._anchors.add(Anchor(position, entry.key))
+                    time_before = entry.time
+                    position += len(entry.data)
+                yield entries
         if expected:
             raise _Dropped(f"output before {position} was dropped")
 
     async def read_bytes(self, begin: Anchor, first: int) -> AsyncGenerator[bytes]:
         """Yield the bytes from a position after an anchor."""
-        async with aclosing(self._read(self._query, begin)) as entries:
-            async for position, entry in entries:
-                if position + len(entry.data) > first:
-                    yield entry.data[max(0, first - position) :]
+        surplus = first - begin.position
+        async with aclosing(self._read(self._query, begin)) as batches:
+            async for entries in batches:
+                data = b"".join([entry.data for entry in entries])
+                if surplus < len(data):
+                    yield data[surplus:]
+                surplus = max(0, surplus - len(data))

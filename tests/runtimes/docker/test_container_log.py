@@ -37,7 +37,7 @@ def frame(second: int, text: str, number: int = 1) -> bytes:
 
 async def read(content: bytes, query: LogQuery) -> bytes:
     source = ContainerLog(StreamingDocker(content), "c1", 0)  # type: ignore[arg-type]
-    return b"".join([entry.data async for entry in source.read(query)])
+    return b"".join([entry.data async for some in source.read(query) for entry in some])
 
 
 LINES = [frame(n, f"{n}\n") for n in range(6)]
