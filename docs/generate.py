@@ -553,9 +553,11 @@ def _objects(schema: dict[str, Any], place: str) -> Iterator[tuple[str, str]]:
 def blocking_client() -> str:
     """Return the module of the blocking client: that of the asyncio client without `async`."""
     text = ASYNC_CLIENT.read_text()
-    text = text[text.index("from __future__") :].replace("async def ", "def ").replace("await ", "")
+    text = text[text.index("from __future__") :]
+    for word in ("async ", "await ", "Async"):
+        text = text.replace(word, "")
     text = text.replace("agentd.client.stream_calls import StreamCalls", BLOCKING_BASE)
-    before, _, rest = text.partition("class AsyncClient")
+    before, _, rest = text.partition("class Client")
     calls = rest.partition('"""')[2].partition('"""\n')[2]
     return BLOCKING_HEAD.format(imports=before.rstrip()) + calls
 

@@ -185,23 +185,60 @@ async def test_tables_fit_the_terminal_and_keep_their_lines(up: Daemon) -> None:
     assert max(map(len, shown)) <= 80
 
 
-OUTPUTS = {"closed": ">&-", "full disk": ">/dev/full", "all closed": "<&- >&- 2>&-"}
+LOST = "agentctl: the output cannot be written: {}\n"
+OUTPUTS = {
+    "closed": (">&-", 74, LOST.format("Bad file descriptor")),
+    "full disk": (">/dev/full", 74, LOST.format("No space left on device")),
+    "all closed": ("<&- >&- 2>&-", 74, ""),
+    "no reader": (">&$WITHOUT_READER", 141, ""),
+    "no reader of both": (">&$WITHOUT_READER 2>&1", 141, ""),
+    "errors to a full disk": ("2>/dev/full", 0, ""),
+}
+PRINTING = ("ls --json", "logs k1", "logs -f k1 k1", "top --count 1", "--help")
 
 
 @pytest.mark.parametrize("output", OUTPUTS)
-async def test_output_that_cannot_be_written_is_one_line(up: Daemon, output: str) -> None:
-    env = {**os.environ, "AGENTD_SOCKET": str(up.folder / "agentd.sock")}
+async def test_output_that_cannot_be_written_has_a_status(up: Daemon, output: str) -> None:
+    target, status, errors = OUTPUTS[output]
     await up.create(kernel_id="k1", command=["echo", "line"], slots={"cpu": 0})
-    lost = "agentctl: the output cannot be written: No space left on device\n"
-    is_full = output == "full disk"
-    for words in ("ls", "ls --json", "logs -f k1", "run agent-1 --rm -- echo line"):
+    reader, without_reader = os.pipe()
+    os.close(reader)
+    env = {**os.environ, "AGENTD_SOCKET": str(up.folder / "agentd.sock")}
+    for words in PRINTING:
+        process = await asyncio.create_subprocess_exec(
+            "bash",
+            "-c",
+            f"exec {BIN}/agentctl {words} {target}",
+            env={**env, "WITHOUT_READER": str(without_reader)},
+            pass_fds=[without_reader],
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        _, told = await asyncio.wait_for(process.communicate(), 20)
+        assert (process.returncode, told.decode()) == (status, errors), words
+    os.close(without_reader)
+
+
+async def test_refusal_keeps_its_status_without_a_reader(up: Daemon) -> None:
+    env = {**os.environ, "AGENTD_SOCKET": str(up.folder / "agentd.sock")}
+    for target in ("2>&-", "2>/dev/full", ">/dev/full"):
         process = await asyncio.create_subprocess_shell(
-            f"exec {BIN}/agentctl {words} {OUTPUTS[output]}", env=env,
-            stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
+            f"exec {BIN}/agentctl inspect nobody {target}",
+            env=env,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+        assert await asyncio.wait_for(process.wait(), 20) == 1, target
+
+
+async def test_characters_that_a_terminal_lacks_are_escaped(up: Daemon) -> None:
+    await up.running(kernel_id="k1", slots={"cpu": 0}, labels={"a": "caf\xe9 \u2713"})
+    env = {"PYTHONIOENCODING": "latin-1", "PYTHONUTF8": "0"}
+    for words in (["ls", "-o", "wide"], ["inspect", "k1"]):
+        process = subprocess.run(
+            [BIN / "agentctl", *words], capture_output=True, check=True,
+            env={**os.environ, "AGENTD_SOCKET": str(up.folder / "agentd.sock"), **env},
         )  # fmt: skip
-        _, errors = await asyncio.wait_for(process.communicate(), 20)
-        assert errors.decode() == (lost if is_full else "")
-        assert process.returncode == (1 if is_full and "run" not in words else 0), words
+        assert b"caf\xe9 \\u2713" in process.stdout
 
 
 async def test_logs_end_with_an_error_when_the_daemon_does(up: Daemon) -> None:

@@ -18,6 +18,7 @@ from agentd.cli.agentctl import completion
 from agentd.cli.agentctl.options import (
     KERNEL_COLUMNS,
     WIDE_KERNEL_COLUMNS,
+    CommandLine,
     device_option,
     given_members,
     kernel_row,
@@ -69,7 +70,12 @@ _KERNEL_OPTIONS: Sequence[Callable[[_F], _F]] = (
     member_option("--ulimit", "ulimits", multiple=True, metavar="NAME=SOFT[:HARD]", read=ulimits),
     member_option("--init", is_flag=True),
     member_option("--group", "groups", multiple=True, metavar="NAME|NUMBER", read=list),
-    member_option("--entrypoint", metavar="PROGRAM", read=lambda word: [word] if word else []),
+    member_option(
+        "--entrypoint",
+        metavar="PROGRAM",
+        type=click.UNPROCESSED,
+        read=lambda word: [word] if word else [],
+    ),
     click.option("--dry-run", is_flag=True, help="Show the decision; create nothing."),
 )
 
@@ -91,7 +97,7 @@ def kernel_body(options: Mapping[str, Any]) -> dict[str, Any]:
     return {"command": list(options["command"]), **given_members(options)}
 
 
-@click.command(context_settings={"ignore_unknown_options": True})
+@click.command(cls=CommandLine)
 @click.argument("agent", shell_complete=completion.agents)
 @kernel_options
 @async_option
@@ -99,7 +105,7 @@ def kernel_body(options: Mapping[str, Any]) -> dict[str, Any]:
 def create(client: Client, /, agent: str, **options: Any) -> None:
     """Create a kernel on an agent.
 
-    The kernel runs COMMAND, which follows "--". Waits until the kernel runs.
+    The kernel runs COMMAND; options end at its first word. Waits until the kernel runs.
 
     \b
     agentctl create agent-1 -s cuda.device=2 --image pytorch:2 -- python train.py

@@ -26,7 +26,7 @@ from agentd.cli.agentctl.create import (
     print_decision,
 )
 from agentd.cli.agentctl.follow import ENDED_STATES, STARTING_STATES
-from agentd.cli.agentctl.options import RpcProblem, member_option, suggesting_agents
+from agentd.cli.agentctl.options import CommandLine, RpcProblem, member_option, suggesting_agents
 from agentd.cli.output import os_error_text, print_text
 from agentd.client import Client
 from agentd.errors import (
@@ -38,11 +38,9 @@ from agentd.errors import (
     UnknownKernel,
     Unreachable,
 )
-from agentd.program.exit_status import ExitStatus
+from agentd.program.exit_status import SIGNALLED, ExitStatus
 from agentd.views import KernelView
 
-SIGNALLED = 128
-"""Added to the number of a signal, as a shell does."""
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PAUSE_S = 0.2
 RUN_LABEL = "agentctl.run"
@@ -50,7 +48,7 @@ RUN_LABEL = "agentctl.run"
 _Event: TypeAlias = "signal.Signals | KernelView | AgentdError"
 
 
-@click.command(context_settings={"ignore_unknown_options": True})
+@click.command(cls=CommandLine)
 @click.argument("agent", shell_complete=completion.agents)
 @kernel_options
 @member_option("--claim")
@@ -59,10 +57,10 @@ _Event: TypeAlias = "signal.Signals | KernelView | AgentdError"
 def run(client: Client, /, agent: str, removes: bool, **options: Any) -> None:
     """Run a kernel and wait for its end.
 
-    Prints the kernel's output as it appears. INT, TERM and HUP stop the kernel; a second signal
-    kills it. A restart of the daemon affects neither. Only the kernel of this run is stopped or
-    deleted; its label "agentctl.run" identifies it. With --dry-run, prints the decision and runs
-    nothing.
+    Options end at the first word of COMMAND. Prints the kernel's output as it appears. INT, TERM
+    and HUP stop the kernel; a second signal kills it. A restart of the daemon affects neither. Only
+    the kernel of this run is stopped or deleted; its label "agentctl.run" identifies it. With
+    --dry-run, prints the decision and runs nothing.
 
     Exit status: the kernel's; 125 it was not created or was lost, 126 the command cannot be
     executed, 127 the command does not exist. With --dry-run: 0 it would be created, 1 it would not.
@@ -145,7 +143,7 @@ class Run:
                         print_text(
                             f"agentctl: kernel {self._kernel_id} is {kernel['state']}", err=True
                         )
-                        return ExitStatus.NOT_CREATED
+                        return ExitStatus.CLIENT_FAILED
                     return kernel["exit_code"]
 
     def _start(self, act: Callable[..., None], *arguments: Any) -> threading.Thread:
@@ -276,7 +274,7 @@ class Run:
 
 def _status_of(error: AgentdError) -> int:
     if not isinstance(error, CommandNotFound):
-        return ExitStatus.NOT_CREATED
+        return ExitStatus.CLIENT_FAILED
     return (
         ExitStatus.NOT_EXECUTABLE
         if "permission denied" in str(error).lower()

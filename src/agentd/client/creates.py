@@ -1,0 +1,90 @@
+"""Creates: when a client repeats one, and the id that each of its errors names.
+
+The repeats of one call have one id and one attempt, so that they create one kernel. A create is
+repeated if it was refused for the moment, or if its answer was lost: then it may have succeeded.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from agentd.client.following import RETRY_S
+from agentd.errors import AgentdError, AnswerLost, RequestError, Unavailable
+
+HELD_S = 5.0
+"""Seconds of an attempt after which its loss is that of a long answer, as through a balancer."""
+
+
+def new_kernel_id() -> str:
+    """Return a random id for a kernel, as clients give it to a create without one."""
+    return f"k-{os.urandom(6).hex()}"
+
+
+def kernel_request(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the request of a create with its id and its attempt."""
+    identity = {"kernel_id": new_kernel_id(), "attempt": os.urandom(8).hex()}
+    given = {name: value for name, value in request.items() if value is not None}
+    return {**request, **identity, **{name: given[name] for name in identity if name in given}}
+
+
+class CreateAttempts:
+    """The attempts of one create, within `timeout_s` all together.
+
+    It is repeated for `retry_s` after a refusal for the moment, and for `lost_s` if it may exist.
+    """
+
+    def __init__(self, kernel_id: str, *, timeout_s: float, retry_s: float, lost_s: float) -> None:
+        self._kernel_id = kernel_id
+        self._retry_s, self._lost_s = retry_s, lost_s
+        self._began = time.monotonic()
+        self._deadline = self._began + timeout_s
+        self._first_failure: float | None = None
+        self._may_exist = False
+
+    def next_timeout_s(self) -> float:
+        """Begin an attempt, and return how long it may take."""
+        self._began = time.monotonic()
+        return max(self._deadline - self._began, 0.001)
+
+    def pause_s(self, error: Unavailable) -> float:
+        """Return the seconds until the next attempt.
+
+        Raises:
+            Unavailable: there is none.
+        """
+        now = time.monotonic()
+        self._may_exist = self._may_exist or _is_lost(error)
+        if self._first_failure is None or (self._may_exist and now - self._began > HELD_S):
+            self._first_failure = now
+        window_s = self._lost_s if self._may_exist else self._retry_s if error.content else 0.0
+        pause_s = error.retry_after_s if error.content else RETRY_S
+        if now + pause_s > min(self._deadline, self._first_failure + window_s):
+            raise error
+        return pause_s
+
+    @contextmanager
+    def named_errors(self) -> Iterator[None]:
+        """Name the kernel in every error, and in its text if the kernel may exist."""
+        try:
+            yield
+        except AgentdError as error:
+            error.kernel_id = self._kernel_id
+            may_exist = self._may_exist or _is_lost(error)
+            if may_exist and not isinstance(error, RequestError):
+                text = f"{error}; kernel {self._kernel_id} may exist"
+                error.args = (text,)
+                error.content = {**error.content, "detail": text, "kernel_id": self._kernel_id}
+            raise
+        except BaseException as error:
+            if not isinstance(error, Exception):  # it was cancelled, or interrupted
+                error.add_note(f"kernel {self._kernel_id} may exist")
+            raise
+
+
+def _is_lost(error: AgentdError) -> bool:
+    """Return whether a create with this error may have succeeded."""
+    return isinstance(error, AnswerLost) or error.code in ("OutcomeUnknown", "Internal")
