@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import click
 import pytest
 
 from agentd.cli.agentctl.create import create, kernel_body
@@ -16,6 +17,17 @@ from agentd.rpc.requests import CreateKernelRequest
         (["--group", "2000", "--group", "video"], {"groups": ["2000", "video"]}),
         (["--entrypoint", ""], {"entrypoint": []}),
         (["--entrypoint", "/bin/sh"], {"entrypoint": ["/bin/sh"]}),
+        (["-p", "80"], {"ports": [{"container": 80, "protocol": "tcp"}]}),
+        (["-p", "8080:53/udp"], {"ports": [{"container": 53, "protocol": "udp", "host": 8080}]}),
+        (["--mount", "/a:/b"], {"mounts": [{"source": "/a", "target": "/b", "read_only": True}]}),
+        (
+            ["--mount", "/a:/b:rw"],
+            {"mounts": [{"source": "/a", "target": "/b", "read_only": False}]},
+        ),
+        (["--tmpfs", "/t"], {"tmpfs": [{"target": "/t"}]}),
+        (["--tmpfs", "/t:64m"], {"tmpfs": [{"target": "/t", "size": "64m"}]}),
+        (["--ulimit", "core=-1"], {"ulimits": {"core": {"soft": -1, "hard": -1}}}),
+        (["--ulimit", "core=1:2"], {"ulimits": {"core": {"soft": 1, "hard": 2}}}),
     ],
 )
 def test_options_make_the_members_of_a_create(words: list[str], members: dict[str, Any]) -> None:
@@ -23,3 +35,29 @@ def test_options_make_the_members_of_a_create(words: list[str], members: dict[st
         body = kernel_body(context.params)
     assert body == {"command": ["x", "--init"], **members}
     CreateKernelRequest.model_validate(body)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(
+            ("-p", value)
+            for value in (":80", "80:", "80/", "8_0", "٣", "-1", "a", "1:2:3", "9" * 9)
+        ),
+        *(("--mount", value) for value in ("/a", ":/b", "/a:", "/a:/b:", "/a:/b:x", "/a:/b:rw:")),
+        *(("--tmpfs", value) for value in (":1m", "/t:", "/t:1m:x")),
+        *(
+            ("--ulimit", value)
+            for value in ("core", "core=", "core=1:", "core=:1", "core=1_0", "=1")
+        ),
+        *(("--env", value) for value in ("A", "=b")),
+        *(("-s", value) for value in ("cpu", "=1")),
+    ],
+)
+def test_value_with_an_empty_part_is_wrong_usage(option: str, value: str) -> None:
+    """A shell leaves the part out for a variable that is not set: `-p $PORT:80`."""
+    with (
+        create.make_context("create", ["a", option, value]) as context,
+        pytest.raises(click.UsageError, match=r"invalid value .*: expected "),
+    ):
+        kernel_body(context.params)
