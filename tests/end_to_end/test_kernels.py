@@ -261,6 +261,22 @@ async def test_limits_of_setrlimit_are_held_on_either_runtime(serving: Serving) 
     assert log.content == b"100\n200\n0\n"
 
 
+async def test_logs_are_read_from_positions(serving: Serving) -> None:
+    daemon = await serving()
+    output = b"one\ntwo\nthree\n"
+    command = ["sh", "-c", "printf 'one\ntwo\n'; printf 'three\n'"]
+    assert (await daemon.create(kernel_id="k1", command=command)).status == 201
+    await daemon.until("k1", "terminated")
+    for query, position in {"": 0, "from=0": 0, "from=5": 5, "from=14&follow=true": 14,
+                            "from=99": 14, "tail=1": 8, "tail=0": 14}.items():  # fmt: skip
+        answer = await daemon.call("GET", f"/v1/kernels/k1/logs?{query}")
+        assert (answer.status, answer.headers["Log-Position"]) == (200, str(position)), query
+        assert answer.content == output[position:], query
+    for query in ("from=-1", "from=x", "from=1&tail=1", "from=1&since=1"):
+        refused = await daemon.call("GET", f"/v1/kernels/k1/logs?{query}")
+        assert (refused.status, refused.json["code"]) == (422, "InvalidRequest"), query
+
+
 async def test_process_runtime_refuses_container_options(plain: Daemon) -> None:
     await plain.start()
     answer = await plain.create(

@@ -130,7 +130,8 @@ class KernelHandlers:
         kernel_id = request.match_info["kernel"]
         query = query_of(request, LogsQuery).to_log_query()
         with self._site.streams.register(request):
-            return await stream_log(request, self._service.logs(kernel_id, query))
+            async with self._service.logs(kernel_id, query) as opened:
+                return await stream_log(request, opened.position, opened.chunks)
 
     async def list_stats(self, request: web.Request) -> web.Response:
         """Show the usage of every kernel."""

@@ -86,6 +86,9 @@ async def test_a_kernel_is_looked_at_stopped_and_removed_where_it_is(fleet) -> N
         within_s=10,
     )
     assert log.headers["X-Accel-Buffering"] == "no", "no proxy keeps it back"
+    assert log.headers["Log-Position"] == "0"
+    log = await gateway.call("GET", "/v1/kernels/k1/logs?from=2")
+    assert (log.headers["Log-Position"], log.content) == ("2", b"llo\n")
     assert (await gateway.call("POST", "/v1/kernels/k1/stop", {"timeout": 0})).status == 200
     assert (await gateway.call("DELETE", "/v1/kernels/k1?timeout=0")).status == 204
     assert (await gateway.call("GET", "/v1/kernels/k1")).json["code"] == "UnknownKernel"

@@ -26,10 +26,10 @@ async def test_follow_ends_with_the_kernel_only(
     ended = asyncio.Event()
     if has_ended:
         ended.set()
-    lines = read_journal(SOURCE, LogQuery(follow=True, tail=1), ended.wait)
+    lines = read_journal(SOURCE, LogQuery(follow=True, tail=1), wait_ended=ended.wait)
     if has_ended:
-        assert [line async for line in lines] == [b"line\n"]
+        assert [entry.data async for entry in lines] == [b"line\n"]
         return
-    assert await anext(lines) == b"line\n"
+    assert (await anext(lines)).data == b"line\n"
     with pytest.raises(RuntimeUnavailable, match="journalctl ended before the kernel"):
         await anext(lines)

@@ -14,6 +14,7 @@ from agentd.runtimes.docker.container_config import KERNEL_LABEL, NODE_LABEL
 from agentd.runtimes.docker.docker_client import DockerClient, parse_container_id
 from agentd.runtimes.docker.docker_errors import DockerResponseLost
 from agentd.runtimes.docker.error_translation import errors_as_unavailable, translate_errors
+from agentd.runtimes.log_positions import LogEntry
 from agentd.services.protocols import LogQuery, LogStream
 
 SILENCE_S = 10.0
@@ -119,8 +120,8 @@ def _parse_event(line: bytes) -> ContainerEvent | None:
 
 async def read_container_log(
     docker: DockerClient, container: str, query: LogQuery
-) -> AsyncGenerator[bytes]:
-    """Yield a container's output, byte for byte.
+) -> AsyncGenerator[LogEntry]:
+    """Yield a container's output: a line, or a part of a long one, with its time.
 
     Raises:
         RuntimeUnavailable: the engine does not answer, or stopped answering.
@@ -129,13 +130,34 @@ async def read_container_log(
         **{stream.value: str(int(stream in query.streams)) for stream in LogStream},
         "follow": str(int(query.follow)),
         "tail": "all" if query.tail is None else str(query.tail),
-        "timestamps": str(int(query.timestamps)),
+        "timestamps": "1",
         "since": f"{query.since_ns // 10**9}.{query.since_ns % 10**9:09d}",
     }
     with translate_errors():
         async with docker.stream("GET", f"/containers/{container}/logs", params) as stream:
-            async for _, chunk in read_frames(stream):
-                yield chunk
+            async for line in _read_whole_frames(stream):
+                time, _, text = line.partition(b" ")
+                yield LogEntry(time.decode(errors="replace"), line if query.timestamps else text)
+
+
+async def _read_whole_frames(stream: aiohttp.StreamReader) -> AsyncGenerator[bytes]:
+    """Yield frames.
+
+    Raises:
+        DockerResponseLost: a frame is too long for a part of a line, or was cut.
+    """
+    while True:
+        header = b""
+        try:
+            header = await stream.readexactly(8)
+            if (size := int.from_bytes(header[4:], "big")) > _MAX_LINE_BYTES:
+                raise DockerResponseLost("endless line in the log of the engine")
+            frame = await stream.readexactly(size)
+        except asyncio.IncompleteReadError as error:
+            if header or error.partial:
+                raise DockerResponseLost("the engine cut the log off") from error
+            return
+        yield frame
 
 
 async def read_frames(

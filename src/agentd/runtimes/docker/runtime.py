@@ -13,8 +13,8 @@ import math
 import re
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, suppress
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -80,7 +80,15 @@ from agentd.runtimes.docker.inspection import verify_container
 from agentd.runtimes.docker.last_seen import OutageLog
 from agentd.runtimes.docker.mounts import MountSource, refuse_missing, resolve_sources
 from agentd.runtimes.docker.request_errors import foreign_image_reason
-from agentd.services.protocols import CreateProgress, CreateUndone, LogQuery, Session, Support
+from agentd.runtimes.log_positions import open_counted_log
+from agentd.services.protocols import (
+    CreateProgress,
+    CreateUndone,
+    KernelLog,
+    LogQuery,
+    Session,
+    Support,
+)
 
 
 class _Attempt:
@@ -482,5 +490,6 @@ class DockerRuntime:
     async def usages(self, kernels: Sequence[Kernel]) -> Mapping[str, UsageReading]:
         return await asyncio.to_thread(lambda: read_usages(self._observer.find_counters(kernels)))
 
-    def logs(self, ref: KernelRef, query: LogQuery) -> AsyncGenerator[bytes]:
-        return read_container_log(self._docker, self._container_reference(ref), query)
+    def logs(self, ref: KernelRef, query: LogQuery) -> AbstractAsyncContextManager[KernelLog]:
+        container = self._container_reference(ref)
+        return open_counted_log(partial(read_container_log, self._docker, container), query)

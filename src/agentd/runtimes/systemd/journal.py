@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -18,6 +17,7 @@ from datetime import UTC, datetime
 import msgspec
 
 from agentd.errors import RuntimeUnavailable
+from agentd.runtimes.log_positions import LogEntry
 from agentd.runtimes.systemd.unit import namespace_name
 from agentd.services.protocols import LogQuery
 
@@ -47,18 +47,18 @@ class JournalSource(msgspec.Struct, frozen=True):
 
 
 async def read_journal(
-    source: JournalSource, query: LogQuery, wait_ended: Callable[[], Awaitable[None]]
-) -> AsyncGenerator[bytes]:
+    source: JournalSource, query: LogQuery, *, wait_ended: Callable[[], Awaitable[None]]
+) -> AsyncGenerator[LogEntry]:
     """Yield the requested lines; a followed log ends after `wait_ended` returns."""
     options = [f"--lines={'all' if query.tail is None else query.tail}"]
     if query.since_ns:
         options.append(f"--since=@{query.since_ns // 10**9}.{query.since_ns % 10**9 // 1000:06d}")
     if not query.follow:
         await _flush(source)
-        async for _, line in _read_entries(source, options, query):
-            yield line
+        async for entry in _read_entries(source, options, query):
+            yield entry
         return
-    cursor, started_at = "", time.time()
+    cursor = ""
     entries = _read_entries(source, [*options, "--follow"], query)
     end_task = asyncio.ensure_future(wait_ended())
     try:
@@ -70,10 +70,10 @@ async def read_journal(
                 if not next_entry.done():
                     next_entry.cancel()
                     await asyncio.wait([next_entry])
-            if next_entry.cancelled() or (entry := next_entry.result()) is None:
+            if next_entry.cancelled() or (followed := next_entry.result()) is None:
                 break
-            cursor, line = entry
-            yield line
+            cursor = followed.key
+            yield followed
         if not end_task.done():
             raise RuntimeUnavailable("journalctl ended before the kernel")
     finally:
@@ -81,15 +81,13 @@ async def read_journal(
         await entries.aclose()
     await _flush(source)
     remaining_options = [f"--after-cursor={cursor}", "--lines=all"] if cursor else options
-    if not cursor and query.tail == 0:  # only new lines
-        remaining_options = ["--lines=all", f"--since=@{started_at:.6f}"]
-    async for _, line in _read_entries(source, remaining_options, query):
-        yield line
+    async for entry in _read_entries(source, remaining_options, query):
+        yield entry
 
 
 async def _read_entries(
     source: JournalSource, options: Sequence[str], query: LogQuery
-) -> AsyncGenerator[tuple[str, bytes]]:
+) -> AsyncGenerator[LogEntry]:
     command = ["journalctl", "--quiet", "--no-pager", "--all", "--output=json",
                "--output-fields=MESSAGE", *source.journal, *options, *source.matches]  # fmt: skip
     try:
@@ -106,7 +104,7 @@ async def _read_entries(
         assert process.stdout is not None  # noqa: S101 - it was requested
         async for line in process.stdout:
             entry = json.loads(line)
-            yield entry["__CURSOR"], _format_line(entry, query)
+            yield LogEntry(entry["__CURSOR"], _format_line(entry, query))
     except ValueError as error:
         raise RuntimeUnavailable(f"malformed output of journalctl: {error}") from None
     finally:

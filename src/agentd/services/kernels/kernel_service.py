@@ -7,8 +7,8 @@ held until the reconciler resolves it.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
 from decimal import Decimal
 from functools import partial
 from typing import TypeVar
@@ -42,7 +42,7 @@ from agentd.services.kernels.pending_creates import PendingCreates, may_have_lef
 from agentd.services.lost_cores import LostCores
 from agentd.services.node import Node
 from agentd.services.planner import Decision, ParsedRequest, Planner
-from agentd.services.protocols import Clock, LogQuery, Runtime
+from agentd.services.protocols import Clock, KernelLog, LogQuery, Runtime
 from agentd.state.folder import StateFolder
 
 log = structlog.get_logger()
@@ -349,8 +349,8 @@ class KernelService:
         await hit_async("delete.before_answer")
         log.info("kernel.removed", kernel_id=kernel_id)
 
-    def logs(self, kernel_id: str, query: LogQuery) -> AsyncGenerator[bytes]:
-        """Return a kernel's output; the reader must close the generator.
+    def logs(self, kernel_id: str, query: LogQuery) -> AbstractAsyncContextManager[KernelLog]:
+        """Open a kernel's output.
 
         Raises:
             UnknownKernel: the kernel does not exist, has not started, or is lost.
