@@ -71,6 +71,12 @@ class RpcProblem(CommandError):
             super().show(file)
 
 
+def print_outage(error: AgentdError) -> None:
+    """Print that a follower waits for an answer; once for each outage."""
+    fact = " ".join(f"{error.code}: {error}".split())
+    print_text(f"agentctl: {fact}; trying again until it answers", err=True)
+
+
 def _remedies(error: AgentdError) -> Iterator[str]:
     """Yield one line for each thing that may help."""
     if isinstance(error, Unreachable) and is_booted():
