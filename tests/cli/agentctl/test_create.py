@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 from agentd.cli.agentctl.create import create, kernel_body
@@ -24,6 +25,17 @@ from support.scripted_node import BIN, Agentctl, ScriptedNode
         (["--group", "2000", "--group", "video"], {"groups": ["2000", "video"]}),
         (["--entrypoint", ""], {"entrypoint": []}),
         (["--entrypoint", "/bin/sh"], {"entrypoint": ["/bin/sh"]}),
+        (["-p", "80"], {"ports": [{"container": 80, "protocol": "tcp"}]}),
+        (["-p", "8080:53/udp"], {"ports": [{"container": 53, "protocol": "udp", "host": 8080}]}),
+        (["--mount", "/a:/b"], {"mounts": [{"source": "/a", "target": "/b", "read_only": True}]}),
+        (
+            ["--mount", "/a:/b:rw"],
+            {"mounts": [{"source": "/a", "target": "/b", "read_only": False}]},
+        ),
+        (["--tmpfs", "/t"], {"tmpfs": [{"target": "/t"}]}),
+        (["--tmpfs", "/t:64m"], {"tmpfs": [{"target": "/t", "size": "64m"}]}),
+        (["--ulimit", "core=-1"], {"ulimits": {"core": {"soft": -1, "hard": -1}}}),
+        (["--ulimit", "core=1:2"], {"ulimits": {"core": {"soft": 1, "hard": 2}}}),
     ],
 )
 def test_options_make_the_members_of_a_create(words: list[str], members: dict[str, Any]) -> None:
@@ -66,3 +78,29 @@ async def test_interrupted_create_leaves_the_terminal_as_it_was(folder: Path) ->
         shown += await asyncio.to_thread(os.read, ours, 65536)
     os.close(ours)
     assert shown.rindex(b"\x1b[?25h") > shown.rindex(b"\x1b[?25l")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(
+            ("-p", value)
+            for value in (":80", "80:", "80/", "8_0", "٣", "-1", "a", "1:2:3", "9" * 9)
+        ),
+        *(("--mount", value) for value in ("/a", ":/b", "/a:", "/a:/b:", "/a:/b:x", "/a:/b:rw:")),
+        *(("--tmpfs", value) for value in (":1m", "/t:", "/t:1m:x")),
+        *(
+            ("--ulimit", value)
+            for value in ("core", "core=", "core=1:", "core=:1", "core=1_0", "=1")
+        ),
+        *(("--env", value) for value in ("A", "=b")),
+        *(("-s", value) for value in ("cpu", "=1")),
+    ],
+)
+def test_value_with_an_empty_part_is_wrong_usage(option: str, value: str) -> None:
+    """A shell leaves the part out for a variable that is not set: `-p $PORT:80`."""
+    with (
+        create.make_context("create", ["a", option, value]) as context,
+        pytest.raises(click.UsageError, match=r"invalid value .*: expected "),
+    ):
+        kernel_body(context.params)

@@ -66,7 +66,12 @@ _KERNEL_OPTIONS: Sequence[Callable[[_F], _F]] = (
     member_option("--ulimit", "ulimits", multiple=True, metavar="NAME=SOFT[:HARD]", read=ulimits),
     member_option("--init", is_flag=True),
     member_option("--group", "groups", multiple=True, metavar="NAME|NUMBER", read=list),
-    member_option("--entrypoint", metavar="PROGRAM", read=lambda word: [word] if word else []),
+    member_option(
+        "--entrypoint",
+        metavar="PROGRAM",
+        type=click.UNPROCESSED,
+        read=lambda word: [word] if word else [],
+    ),
     click.option("--dry-run", is_flag=True, help="Show the decision; create nothing."),
 )
 

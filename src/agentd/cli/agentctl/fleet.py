@@ -40,16 +40,16 @@ from agentd.client.calls import Call
 from agentd.client.defaults import CREATE_TIMEOUT_S
 from agentd.client.paths import api_path
 from agentd.errors import AgentdError
+from agentd.program.parameters import CommandGroup
 from agentd.views import KernelUseView
 
-GATEWAY = "unix:/run/agentd-fleet/gateway.sock"
 _KERNEL_COLUMNS = ["kernel", "node", *KERNEL_COLUMNS[1:]]
 _NODE_COLUMNS = ["node", "state", "agents", "free", "labels", "age", "reason"]
 _WIDE_NODE_COLUMNS = ["url", "generation", "conflicting", "seen_at", "cordon"]
 _DEFAULTS = {"allocation": {}, "degraded": [], "reason": ""}
 
 
-class FleetGroup(click.Group):
+class FleetGroup(CommandGroup):
     """The commands of a fleet; help lists those that a node does not have."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
