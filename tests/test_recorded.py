@@ -25,6 +25,14 @@ NAMES = json.loads((HERE / "427f930-names.json").read_text())
 NODE = json.loads((HERE / "427f930.json").read_text())
 ETCD = json.loads((HERE / "427f930-etcd.json").read_text())
 RUNTIMES = ("process", "docker")
+_LOGS = {
+    "agentd get_logs GET /v1/kernels/{kernel}/logs path:kernel query:follow": "",
+    "gateway get_logs GET /v1/kernels/{kernel}/logs path:kernel query:follow": " query:node",
+    "gateway get_logs_at_node GET /v1/nodes/{node}/kernels/{kernel}/logs path:kernel path:node"
+    " query:follow": "",
+}
+"""The routes of logs, with their parameters around `from`, which is new."""
+_LOGS_QUERY = " query:since query:stream query:tail query:timestamps"
 GONE: Mapping[str, frozenset[str]] = {
     "log_events": frozenset({"node.warned", "peers.publish_failed"}),
     "options": frozenset(
@@ -40,6 +48,7 @@ GONE: Mapping[str, frozenset[str]] = {
             "agentd plugin check --probe",
         }
     ),
+    "operations": frozenset(f"{route}{node}{_LOGS_QUERY}" for route, node in _LOGS.items()),
 }
 """Recorded names that exist no more, by their list."""
 _RUNTIMES = ("docker", "systemd", "process")
@@ -66,6 +75,7 @@ NEW: Mapping[str, frozenset[str]] = {
     | {"gateway cordon_node", "gateway uncordon_node"},
     "operations": frozenset(
         {
+            *(f"{route} query:from{node}{_LOGS_QUERY}" for route, node in _LOGS.items()),
             f"agentd clear_device POST /v1/{_CLEAR} {_CLEAR_PATHS}",
             f"agentd signal_kernel POST /v1{_SIGNAL}",
             f"gateway signal_kernel POST /v1{_SIGNAL} query:node",
@@ -119,6 +129,7 @@ NEW: Mapping[str, frozenset[str]] = {
                 for word in ("start", "stop")
                 for argument in ("", " --json", " -o/--output", " name")
             ),
+            "agentctl events --after",
             *(
                 f"agentctl clear{argument}"
                 for argument in ("", " --json", " -o/--output", " device")
@@ -171,6 +182,7 @@ NEW_MEMBERS = frozenset(
         "/agentd/main/nodes/NODE/runtime/name str",
         "/agentd/main/nodes/NODE/runtime/state str",
         "/agentd/main/known/NODE/rival str",
+        "/agentd/main/routes/k1/attempt str",
         "/files/devices.json/devices/is_excluded bool",
         "/files/devices.json/devices/taken_place NoneType",
         "/files/devices.json/devices/needs_clear str",

@@ -42,6 +42,7 @@ from agentd.services.protocols import CreateUndone, LogQuery, Runtime
 from support.daemon import UNITS
 from support.engine import IMAGE
 from support.fakes import FakeRuntime
+from support.logs import read_log
 from support.waiting import until
 
 CORE = str(min(probe().cores))
@@ -248,15 +249,17 @@ async def test_logs_are_given_byte_for_byte_and_by_the_last_lines(rig: Rig) -> N
     created = await rig.create("sh", "-c", r"printf 'one\ntwo\n\377three\n'; exit 0")
     await rig.until_ended("k1")
 
-    async def read(*, follow: bool, tail: int | None) -> bytes:
-        chunks = rig.runtime.logs(created.ref, LogQuery(follow, tail))
-        return b"".join([chunk async for chunk in chunks])
-
-    assert await read(follow=False, tail=None) == b"one\ntwo\n\xffthree\n"
-    assert await read(follow=True, tail=None) == b"one\ntwo\n\xffthree\n"
-    assert await read(follow=False, tail=1) == b"\xffthree\n"
-    assert await read(follow=False, tail=0) == b""
-    assert await read(follow=False, tail=99) == b"one\ntwo\n\xffthree\n"
+    output = b"one\ntwo\n\xffthree\n"
+    for follow in (False, True):
+        for query, begin in (
+            (LogQuery(follow), 0),
+            (LogQuery(follow, tail=1), 8),
+            (LogQuery(follow, tail=0), 15),
+            (LogQuery(follow, tail=99), 0),
+            *((LogQuery(follow, from_position=n), min(n, 15)) for n in (0, 1, 4, 9, 15, 99)),
+        ):
+            position, content = await read_log(rig.runtime, created.ref, query)
+            assert (position, content) == (begin, output[begin:]), query
 
 
 WORK = (
@@ -276,7 +279,7 @@ async def test_usage_matches_the_kernels_own_report(rig: Rig) -> None:
     said = b""
     async with asyncio.timeout(60):
         while said.count(b"s") < 4:
-            said = b"".join([chunk async for chunk in rig.runtime.logs(K1, LogQuery())])
+            said = (await read_log(rig.runtime, K1))[1]
     own_s, _, children_s, _ = (
         int(minutes) * 60 + float(seconds)
         for minutes, seconds in re.findall(r"(\d+)m([\d.]+)s", said.decode())
@@ -312,7 +315,7 @@ async def test_exec_shares_the_kernel_but_ends_by_itself(rig: Rig) -> None:
     said = b""
     async with asyncio.timeout(30):
         while not said.endswith(b"\n"):
-            said = b"".join([chunk async for chunk in rig.runtime.logs(K1, LogQuery())])
+            said = (await read_log(rig.runtime, K1))[1]
     session = await rig.runtime.start_exec(kernel, asked)
     await session.write(b"in")
     await session.close_input()
@@ -342,7 +345,7 @@ async def test_kernel_and_its_execs_have_groups_and_limits(rig: Rig) -> None:
     assert await rig.runtime.validate_spec(made.spec) == []
     kernel = as_known(await rig.runtime.create(made, lambda *_: None))
     async with asyncio.timeout(30):
-        while not (said := b"".join([part async for part in rig.runtime.logs(K1, LogQuery())])):
+        while not (said := (await read_log(rig.runtime, K1))[1]):
             pass
     session = await rig.runtime.start_exec(kernel, ExecSpec(("sh", "-c", script)))
     assert b"".join([data async for _, data in session.output()]) == said
@@ -374,7 +377,7 @@ async def test_kernel_and_its_execs_inherit_nothing(rig: Rig, inheritance: None)
     script = "echo $(umask) $(cat /proc/self/oom_score_adj) $(cut -d' ' -f19 /proc/self/stat)"
     kernel = as_known(await rig.create("sh", "-c", f"{script}; sleep 1000 & wait"))
     async with asyncio.timeout(30):
-        while not (said := b"".join([part async for part in rig.runtime.logs(K1, LogQuery())])):
+        while not (said := (await read_log(rig.runtime, K1))[1]):
             pass
     session = await rig.runtime.start_exec(kernel, ExecSpec(("sh", "-c", script)))
     assert b"".join([data async for _, data in session.output()]) == said == b"0022 0 0\n"

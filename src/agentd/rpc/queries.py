@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import BeforeValidator, Field, ValidationInfo, WithJsonSchema, field_validator
 
 from agentd.core.kernel.states import KernelState
 from agentd.core.times import parse_time_ns
@@ -98,6 +98,19 @@ class LogsQuery(Query):
     stream: Literal["both", "stdout", "stderr"] | None = Field(
         None, description="Output to return."
     )
+    from_position: int | None = Field(
+        None,
+        alias="from",
+        ge=0,
+        description="Bytes since the kernel began, of this stream and form; not with tail, since.",
+    )
+
+    @field_validator("from_position")
+    @classmethod
+    def _require_one_beginning(cls, position: int | None, info: ValidationInfo) -> int | None:
+        if info.data.get("tail") is not None or info.data.get("since") is not None:
+            raise ValueError("cannot be combined with tail or since")
+        return position
 
     def to_log_query(self) -> LogQuery:
         """Return the query as the services know it."""
@@ -108,4 +121,5 @@ class LogsQuery(Query):
             since_ns=self.since or 0,
             timestamps=self.timestamps,
             streams=frozenset(LogStream if stream is None else {stream}),
+            from_position=self.from_position,
         )

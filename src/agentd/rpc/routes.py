@@ -7,6 +7,7 @@ from typing import Any
 
 from agentd.core.access import Right
 from agentd.http.route import SWITCHING_PROTOCOLS, Header, Media, Route, delete, get, post, put
+from agentd.http.streaming.streaming_responses import LOG_POSITION
 from agentd.rpc.claims import ClaimHandlers
 from agentd.rpc.devices import DeviceHandlers
 from agentd.rpc.events import EventHandlers
@@ -55,7 +56,17 @@ PREFER = Header(
     "respond-async: answer before the kernel runs (RFC 7240).",
 )
 _LAST_EVENT = Header("Last-Event-ID", {"type": "string"}, "The same.")
-LOG = Media("application/octet-stream", "The kernel's output, byte for byte.")
+LOG = Media(
+    "application/octet-stream",
+    "The kernel's output, byte for byte.",
+    headers=(
+        Header(
+            LOG_POSITION,
+            {"type": "integer", "minimum": 0},
+            "Position of the first byte: bytes since the kernel began.",
+        ),
+    ),
+)
 STREAM = Media("text/event-stream", "Server-sent events.")
 METRICS = Media("text/plain", "The Prometheus exposition format.")
 

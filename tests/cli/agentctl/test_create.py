@@ -1,5 +1,12 @@
-"""`agentctl create`: the body that its options make."""
+"""`agentctl create`: the body that its options make, and the end of one that is interrupted."""
 
+import asyncio
+import os
+import pty
+import re
+import signal
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import click
@@ -7,6 +14,7 @@ import pytest
 
 from agentd.cli.agentctl.create import create, kernel_body
 from agentd.rpc.requests import CreateKernelRequest
+from support.scripted_node import BIN, Agentctl, ScriptedNode
 
 
 @pytest.mark.parametrize(
@@ -35,6 +43,41 @@ def test_options_make_the_members_of_a_create(words: list[str], members: dict[st
         body = kernel_body(context.params)
     assert body == {"command": ["x", "--init"], **members}
     CreateKernelRequest.model_validate(body)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+async def test_interrupted_create_names_its_kernel(folder: Path, number: signal.Signals) -> None:
+    node = ScriptedNode()
+    async with node.serving(folder):
+        creating = Agentctl(folder, "create", "agent-1", "--", "true")
+        async with asyncio.timeout(20):
+            await node.created.wait()
+        creating.send(number)
+        done = await creating.done()
+    name = node.body["kernel_id"]
+    text = f"agentctl: interrupted; kernel {name} may be created all the same: agentctl rm {name}\n"
+    assert done == (128 + number, "", text)
+    assert node.calls == ["create"]
+
+
+async def test_interrupted_create_leaves_the_terminal_as_it_was(folder: Path) -> None:
+    node, shown = ScriptedNode(), b""
+    ours, theirs = pty.openpty()
+    words = ("--socket", folder / "agentd.sock", "create", "agent-1", "--id", "k1", "--", "true")
+    async with node.serving(folder):
+        process = subprocess.Popen(
+            [BIN / "agentctl", *words], stdin=theirs, stdout=theirs, stderr=theirs,
+            env={**os.environ, "TERM": "xterm"},
+        )  # fmt: skip
+        os.close(theirs)
+        while b"\x1b[?25l" not in shown:  # the cursor is hidden while there is a bar
+            shown += await asyncio.to_thread(os.read, ours, 65536)
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(process.wait, 40) == 143
+    while not re.search(rb"agentctl rm k1\s", shown):
+        shown += await asyncio.to_thread(os.read, ours, 65536)
+    os.close(ours)
+    assert shown.rindex(b"\x1b[?25h") > shown.rindex(b"\x1b[?25l")
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,13 @@ from agentd.cli.output import (
 from agentd.client import Client
 from agentd.client.defaults import DEFAULT_SOCKET, TIMEOUT_S
 from agentd.core.names import did_you_mean
-from agentd.errors import AgentdError, UnknownAgent, Unreachable, UnsupportedResource
+from agentd.errors import (
+    AgentdError,
+    Unavailable,
+    UnknownAgent,
+    Unreachable,
+    UnsupportedResource,
+)
 from agentd.host.systemd.availability import is_booted
 from agentd.program.command_line import Program
 from agentd.program.standard_streams import OutputFailed
@@ -72,10 +78,18 @@ class RpcProblem(CommandError):
             super().show(file)
 
 
+def print_outage(error: AgentdError) -> None:
+    """Print that a follower waits for an answer; once for each outage."""
+    fact = " ".join(f"{error.code}: {error}".split())
+    print_text(f"agentctl: {fact}; trying again until it answers", err=True)
+
+
 def _remedies(error: AgentdError) -> Iterator[str]:
     """Yield one line for each thing that may help."""
     if isinstance(error, Unreachable) and is_booted():
         yield from IF_UNREACHABLE
+    if isinstance(error, Unavailable) and (kernel_id := error.content.get("kernel_id")):
+        yield f"see whether it exists: agentctl inspect {kernel_id}"
     if isinstance(error, UnsupportedResource):
         for slot in getattr(error, "slots", ()):
             yield from suggestion(str(slot), map(str, getattr(error, "known", ())))

@@ -7,8 +7,8 @@ held until the reconciler resolves it.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
 from decimal import Decimal
 from functools import partial
 from typing import TypeVar
@@ -42,7 +42,7 @@ from agentd.services.kernels.pending_creates import PendingCreates, may_have_lef
 from agentd.services.lost_cores import LostCores
 from agentd.services.node import Node
 from agentd.services.planner import Decision, ParsedRequest, Planner
-from agentd.services.protocols import Clock, LogQuery, Runtime
+from agentd.services.protocols import Clock, KernelLog, LogQuery, Runtime
 from agentd.state.folder import StateFolder
 
 log = structlog.get_logger()
@@ -145,7 +145,7 @@ class KernelService:
                 raise KernelConflict(f"duplicate kernel id {spec.kernel_id}")
             raise KernelConflict(f"kernel {spec.kernel_id} exists with a different request")
         if spec.attempt not in ("", known.attempt):
-            raise KernelConflict(other_attempt_reason(spec.kernel_id))
+            raise KernelConflict.of_attempt(spec.kernel_id)
         return known
 
     def _parse(self, spec: KernelSpec, problems: Sequence[Problem]) -> ParsedRequest:
@@ -349,8 +349,8 @@ class KernelService:
         await hit_async("delete.before_answer")
         log.info("kernel.removed", kernel_id=kernel_id)
 
-    def logs(self, kernel_id: str, query: LogQuery) -> AsyncGenerator[bytes]:
-        """Return a kernel's output; the reader must close the generator.
+    def logs(self, kernel_id: str, query: LogQuery) -> AbstractAsyncContextManager[KernelLog]:
+        """Open a kernel's output.
 
         Raises:
             UnknownKernel: the kernel does not exist, has not started, or is lost.
@@ -369,12 +369,6 @@ class KernelService:
         if (runtime := self._runtimes.get(kernel.runtime)) is None:
             raise RuntimeUnavailable(f"runtime {kernel.runtime} is not configured")
         return runtime
-
-
-def other_attempt_reason(kernel_id: str) -> str:
-    """Return the reason of a conflict with the kernel of an equal request."""
-    remedy = "use another id, or delete it"
-    return f"kernel {kernel_id} exists, and another attempt created it; {remedy}"
 
 
 def prepare_kernel(spec: KernelSpec, decision: Decision, runtime: str, now: float) -> Kernel:
