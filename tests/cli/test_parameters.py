@@ -118,6 +118,7 @@ class Response(io.BytesIO):
     """The part of `http.client.HTTPResponse` that commands use."""
 
     headers: Mapping[str, str] = MappingProxyType({})
+    length: int | None = None
 
 
 class Recorder:
