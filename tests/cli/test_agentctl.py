@@ -6,19 +6,13 @@ import json
 import os
 import pty
 import re
-import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from agentd.cli.agentctl.follow import _merge_logs
-from agentd.errors import RuntimeUnavailable
 from support import fork_server
 from support.daemon import Daemon
 
@@ -156,22 +150,6 @@ async def test_several_logs_are_told_apart(up: Daemon) -> None:
     assert "UnknownKernel" in ctl(up, "logs", "a", "nobody", code=1).stderr
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_log_whose_reader_breaks_is_not_complete() -> None:
-    class Broken:
-        def logs(self, _: str, **__: object) -> Iterator[bytes]:
-            yield b"a line\n"
-            raise ValueError("a mistake of ours")
-
-    client: Any = Broken()
-    before = threading.enumerate()
-    with pytest.raises(RuntimeUnavailable, match="not read to its end"):
-        list(_merge_logs(client, ["k1", "k2"], {}))
-    for thread in threading.enumerate():
-        if thread not in before:  # it tells of its mistake after the log's end
-            thread.join(20)
-
-
 async def test_tables_fit_the_terminal_and_keep_their_lines(up: Daemon) -> None:
     labels = {"note": "a text of many words that no terminal of eighty columns can show in a cell"}
     await up.running(kernel_id="k1", slots={"cpu": 0}, labels=labels)
@@ -185,47 +163,60 @@ async def test_tables_fit_the_terminal_and_keep_their_lines(up: Daemon) -> None:
     assert max(map(len, shown)) <= 80
 
 
-OUTPUTS = {"closed": ">&-", "full disk": ">/dev/full", "all closed": "<&- >&- 2>&-"}
+LOST = "agentctl: the output cannot be written: {}\n"
+OUTPUTS = {
+    "closed": (">&-", 74, LOST.format("Bad file descriptor")),
+    "full disk": (">/dev/full", 74, LOST.format("No space left on device")),
+    "all closed": ("<&- >&- 2>&-", 74, ""),
+    "no reader": (">&$WITHOUT_READER", 141, ""),
+    "no reader of both": (">&$WITHOUT_READER 2>&1", 141, ""),
+    "errors to a full disk": ("2>/dev/full", 0, ""),
+}
+PRINTING = ("ls --json", "logs k1", "logs -f k1 k1", "top --count 1", "--help")
 
 
 @pytest.mark.parametrize("output", OUTPUTS)
-async def test_output_that_cannot_be_written_is_one_line(up: Daemon, output: str) -> None:
-    env = {**os.environ, "AGENTD_SOCKET": str(up.folder / "agentd.sock")}
+async def test_output_that_cannot_be_written_has_a_status(up: Daemon, output: str) -> None:
+    target, status, errors = OUTPUTS[output]
     await up.create(kernel_id="k1", command=["echo", "line"], slots={"cpu": 0})
-    lost = "agentctl: the output cannot be written: No space left on device\n"
-    is_full = output == "full disk"
-    for words in ("ls", "ls --json", "logs -f k1", "run agent-1 --rm -- echo line"):
-        process = await asyncio.create_subprocess_shell(
-            f"exec {BIN}/agentctl {words} {OUTPUTS[output]}", env=env,
-            stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
-        )  # fmt: skip
-        _, errors = await asyncio.wait_for(process.communicate(), 20)
-        assert errors.decode() == (lost if is_full else "")
-        assert process.returncode == (1 if is_full and "run" not in words else 0), words
-
-
-async def test_logs_end_with_an_error_when_the_daemon_does(up: Daemon) -> None:
-    for kernel_id in ("a", "b"):
-        await up.running(
-            kernel_id=kernel_id, command=["sh", "-c", "echo here; sleep 1000"], slots={"cpu": 0}
-        )
+    reader, without_reader = os.pipe()
+    os.close(reader)
     env = {**os.environ, "AGENTD_SOCKET": str(up.folder / "agentd.sock")}
-    following = [
-        await asyncio.create_subprocess_exec(
-            BIN / "agentctl", *words, stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE, env=env,
+    for words in PRINTING:
+        process = await asyncio.create_subprocess_exec(
+            "bash",
+            "-c",
+            f"exec {BIN}/agentctl {words} {target}",
+            env={**env, "WITHOUT_READER": str(without_reader)},
+            pass_fds=[without_reader],
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
         )
-        for words in (["logs", "-f", "a"], ["logs", "-f", "a", "b"])
-    ]  # fmt: skip
-    for process in following:
-        assert process.stdout is not None
-        assert b"here" in await asyncio.wait_for(process.stdout.readline(), 20)
-    await up.stop(signal.SIGKILL)
-    for process in following:
-        _, errors = await asyncio.wait_for(process.communicate(), 20)
-        assert process.returncode == 1
-        assert errors.startswith(b"agentctl: Unreachable")
-        assert errors.count(b"\n") == 1
+        _, told = await asyncio.wait_for(process.communicate(), 20)
+        assert (process.returncode, told.decode()) == (status, errors), words
+    os.close(without_reader)
+
+
+async def test_refusal_keeps_its_status_without_a_reader(up: Daemon) -> None:
+    env = {**os.environ, "AGENTD_SOCKET": str(up.folder / "agentd.sock")}
+    for target in ("2>&-", "2>/dev/full", ">/dev/full"):
+        process = await asyncio.create_subprocess_shell(
+            f"exec {BIN}/agentctl inspect nobody {target}",
+            env=env,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+        assert await asyncio.wait_for(process.wait(), 20) == 1, target
+
+
+async def test_characters_that_a_terminal_lacks_are_escaped(up: Daemon) -> None:
+    await up.running(kernel_id="k1", slots={"cpu": 0}, labels={"a": "caf\xe9 \u2713"})
+    env = {"PYTHONIOENCODING": "latin-1", "PYTHONUTF8": "0"}
+    for words in (["ls", "-o", "wide"], ["inspect", "k1"]):
+        process = subprocess.run(
+            [BIN / "agentctl", *words], capture_output=True, check=True,
+            env={**os.environ, "AGENTD_SOCKET": str(up.folder / "agentd.sock"), **env},
+        )  # fmt: skip
+        assert b"caf\xe9 \\u2713" in process.stdout
 
 
 async def test_errors_are_json_where_answers_are(up: Daemon) -> None:

@@ -11,6 +11,7 @@ import click
 
 from agentd import __version__, log, stderr
 from agentd.errors import AgentdError, ConfigRefused, Problem
+from agentd.program.command_line import Program
 from agentd.program.exit_status import exit_refused
 from agentd.program.process import prepare_daemon, python_command
 
@@ -22,7 +23,7 @@ config_option = click.option(
 )
 
 
-@click.group()
+@click.group("agentd-fleet", cls=Program)
 @click.version_option(__version__, prog_name="agentd-fleet")
 def agentd_fleet() -> None:
     """Run many nodes of agentd as one fleet.

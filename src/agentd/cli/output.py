@@ -7,8 +7,6 @@ YAML escape them.
 from __future__ import annotations
 
 import json
-import os
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -24,22 +22,15 @@ DATA_FORMATS = ("json", "yaml")
 """Formats that print a whole answer, and errors too."""
 
 
-def open_closed_streams() -> None:
-    """Open /dev/null as each standard stream that the caller has closed."""
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is None:
-            os.dup2(os.open(os.devnull, os.O_RDWR), number)
-            setattr(sys, name, os.fdopen(number, "w" if number else "r"))
-
-
 def print_text(text: str, *, err: bool = False, nl: bool = True) -> None:
     """Print text without control characters."""
     click.echo(printable(text), err=err, nl=nl)
 
 
 def os_error_text(error: OSError) -> str:
-    """Return the text of an error; one without a file is about standard output."""
-    return f"{error.filename or 'the output cannot be written'}: {error.strerror or error}"
+    """Return the text of an error, with the file that it is about."""
+    text = error.strerror or str(error)
+    return f"{error.filename}: {text}" if error.filename else text
 
 
 class CommandError(click.ClickException):

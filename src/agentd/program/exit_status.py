@@ -20,18 +20,25 @@ _UNINDENTED = re.compile(r"\n(?!    )")
 class ExitStatus(IntEnum):
     """Exit statuses of agentd, agentctl and agentd-fleet.
 
-    `CONFIG` is EX_CONFIG of sysexits.h; those from 125 to 127 are those of `docker run`.
+    `OUTPUT_FAILED` and `CONFIG` are EX_IOERR and EX_CONFIG of sysexits.h; those from 125 to 127 are
+    those of `docker run`, and `NO_READER` is that of SIGPIPE.
     """
 
     DONE = 0
     FAILED = 1
     USAGE = 2
     TIMED_OUT = 3
+    OUTPUT_FAILED = 74
     CONFIG = 78
-    NOT_CREATED = 125
+    CLIENT_FAILED = 125
     NOT_EXECUTABLE = 126
     NOT_FOUND = 127
     INTERRUPTED = 130
+    NO_READER = 141
+
+
+SIGNALLED = 128
+"""Added to the number of a signal, as a shell does."""
 
 
 class StatusMeaning(NamedTuple):
@@ -57,15 +64,28 @@ MEANINGS = (
     StatusMeaning((), ExitStatus.USAGE, "Wrong usage: an unknown option, or a missing argument."),
     StatusMeaning(("agentctl wait",), ExitStatus.TIMED_OUT, "The wait timed out."),
     StatusMeaning(
+        (), ExitStatus.OUTPUT_FAILED, "Output cannot be written: a full disk, or a closed stream."
+    ),
+    StatusMeaning(
         SERVICES, ExitStatus.CONFIG, "The configuration was refused; systemd does not retry."
     ),
     StatusMeaning(
-        ("agentctl run",), ExitStatus.NOT_CREATED, "The kernel was not created, or was lost."
+        ("agentctl run", "agentctl exec"),
+        ExitStatus.CLIENT_FAILED,
+        "agentctl itself failed: it was refused, or the node or the kernel was lost.",
     ),
-    StatusMeaning(("agentctl run",), ExitStatus.NOT_EXECUTABLE, "The command cannot be executed."),
-    StatusMeaning(("agentctl run",), ExitStatus.NOT_FOUND, "The command does not exist."),
+    StatusMeaning(
+        ("agentctl run", "agentctl exec"),
+        ExitStatus.NOT_EXECUTABLE,
+        "The command cannot be executed.",
+    ),
+    StatusMeaning(
+        ("agentctl run", "agentctl exec"), ExitStatus.NOT_FOUND, "The command does not exist."
+    ),
     StatusMeaning(("agentctl claim",), ExitStatus.NOT_FOUND, "The command cannot be executed."),
-    StatusMeaning(("agentctl exec",), ExitStatus.INTERRUPTED, "agentctl was interrupted."),
+    StatusMeaning((), ExitStatus.INTERRUPTED, "Interrupted by Ctrl-C (INT)."),
+    StatusMeaning((), ExitStatus.NO_READER, "The reader of the output has left, such as `head`."),
+    StatusMeaning(("agentctl",), None, "128 plus the number of the signal that ended agentctl."),
     StatusMeaning(("agentctl claim",), None, "The status of the command, which replaces agentctl."),
     StatusMeaning(
         ("agentctl run",), None, "The status of the kernel, or 128 plus the number of its signal."

@@ -98,7 +98,7 @@ async def test_only_a_client_reads_the_end_of_a_kernel_with_remove(fleet) -> Non
     node.deadlines = {}
     await gateway.until({bare: "ready"})
     body = {"kernel_id": "k1", "command": ["true"], "remove": True, "attempt": "0" * 16}
-    body["placement"] = {"nodes": [bare]}
+    body["placement"] = {"nodes": [bare], "agents": ["agent-1"]}
     assert (await gateway.create(**body)).status == 201
     listed = partial(node.get, "/v1/kernels?state=terminated")
     await until(listed, lambda rows: len(rows) == 1, text="an ended kernel")
@@ -115,7 +115,8 @@ async def test_only_a_client_reads_the_end_of_a_kernel_with_remove(fleet) -> Non
 async def test_signal_reaches_a_kernel_by_its_route(fleet) -> None:
     _world, gateway, (_, rocm, _) = fleet
     script = "trap 'exit 9' USR1; echo ready; while :; do sleep 0.05; done"
-    placed = {"command": ["sh", "-c", script], "placement": {"nodes": [rocm]}}
+    there = {"nodes": [rocm], "agents": ["agent-1"]}
+    placed = {"command": ["sh", "-c", script], "placement": there}
     mine = {"command": ["sleep", "1000"], "placement": {"agents": ["agent-2"]}}
     await gateway.create(kernel_id="k1", **placed)
     assert (await gateway.create(TEAM, kernel_id="mine", **mine)).status == 201

@@ -1,0 +1,90 @@
+"""The commands of a program, and the end of its process.
+
+The status is 0 only if all output was written. A signal that ends a command has the status that a
+shell gives it, and no text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import Any, NoReturn
+
+import click
+
+from agentd.core.printable import printable
+from agentd.program.exit_status import SIGNALLED, ExitStatus
+from agentd.program.parameters import CommandGroup
+from agentd.program.standard_streams import OutputFailed, flush_output, prepare_streams
+
+MAX_SIGNALS = 3
+"""Signals after which a process ends at once, whatever it is doing."""
+
+
+class Signalled(BaseException):
+    """A signal that ends the command."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.status = SIGNALLED + number
+
+
+class Program(CommandGroup):
+    """The commands of a program."""
+
+    ending_signals: Sequence[int] = (signal.SIGINT,)
+    """Signals that end a command by an exception; the others have their usual effect."""
+
+    def main(self, *args: Any, **settings: Any) -> Any:
+        """Run a command and end the process."""
+        prepare_streams()
+        try:
+            with _ended_by(self.ending_signals):
+                self._run(*args, **settings)
+        except Signalled as end:
+            sys.exit(end.status)
+        except OutputFailed as failure:
+            if failure.has_no_reader:
+                sys.exit(ExitStatus.NO_READER)
+            click.echo(printable(f"{self.name}: {failure}"), err=True)
+            sys.exit(ExitStatus.OUTPUT_FAILED)
+
+    def _run(self, *args: Any, **settings: Any) -> None:
+        try:
+            super().main(*args, **settings)
+        except SystemExit as end:
+            try:
+                flush_output()
+            except OutputFailed:
+                if not end.code:
+                    raise
+            raise
+
+
+@contextlib.contextmanager
+def _ended_by(numbers: Sequence[int]) -> Iterator[None]:
+    """Raise `Signalled` for these signals; those that the caller ignores stay ignored."""
+    count = 0
+
+    def on_signal(number: int, _: FrameType | None) -> NoReturn:
+        nonlocal count
+        count += 1
+        if count >= MAX_SIGNALS:
+            os._exit(SIGNALLED + number)
+        raise Signalled(number)
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {n: h for n in numbers if (h := signal.getsignal(n)) is not signal.SIG_IGN}
+    try:
+        for number in before:
+            signal.signal(number, on_signal)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
