@@ -66,6 +66,7 @@ from agentd.cli.output import (
 from agentd.client import Client
 from agentd.core.hardware_names import normal_name, normal_names
 from agentd.errors import AgentdError
+from agentd.program.command_line import ended_without_reader
 from agentd.views import KernelView
 
 PLUGIN_COLUMNS = ["name", "plugin", "state", "slots", "reason"]
@@ -314,6 +315,7 @@ def signal_kernel(client: Client, kernel: str, signal: str) -> None:
 @agentctl.command()
 @click.option("--after", metavar="ID", help="Begin after the event with this id.")
 @client_command
+@ended_without_reader()
 def events(client: Client, after: str | None) -> None:
     """Print events of the node as they occur.
 
