@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,23 @@ async def test_signal_arrives_at_a_running_kernel(serving: Serving) -> None:
     assert ended["exit_code"] == 9
     late = await daemon.call("POST", "/v1/kernels/k1/signal", {"signal": "USR1"})
     assert (late.status, late.json["code"]) == (409, "KernelConflict")
+
+
+async def test_read_end_removes_a_kernel_that_asked_for_it(daemon: Daemon) -> None:
+    daemon.deadlines = {"agentd.services.kernels.retention.REMOVE_DELAY_S": 0.2}
+    await daemon.start()
+    body = {"kernel_id": "k1", "command": ["true"], "remove": True}
+    assert (await daemon.create(**body)).status == 201
+    listed = partial(daemon.get, "/v1/kernels?state=terminated")
+    await until(listed, lambda rows: len(rows) == 1, text="an ended kernel")
+    await daemon.restart()
+    for _ in range(20):  # longer than the delay: neither a list nor its usage is its end
+        assert len(await listed()) == 1
+        await daemon.get("/v1/kernels/k1/stats")
+        await asyncio.sleep(0.02)
+    assert (await daemon.get("/v1/kernels/k1"))["state"] == "terminated"
+    await until(lambda: daemon.call("GET", "/v1/kernels/k1"), lambda answer: answer.status == 404)
+    assert await daemon.get("/v1/kernels") == []
 
 
 async def test_stop_keeps_it_listed_and_delete_removes_it(serving: Serving) -> None:

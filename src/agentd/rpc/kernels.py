@@ -24,6 +24,7 @@ from agentd.rpc.requests import CreateKernelRequest, SignalRequest, StopRequest
 from agentd.services.access import Access
 from agentd.services.kernels.exec_service import ExecService
 from agentd.services.kernels.kernel_service import KernelService
+from agentd.services.kernels.retention import EndReads
 from agentd.services.node import Node
 from agentd.services.planner import Planner
 from agentd.services.protocols import Session
@@ -43,6 +44,7 @@ class KernelHandlers:
         service: KernelService,
         execs: ExecService,
         statistics: Statistics,
+        end_reads: EndReads,
     ) -> None:
         self._site = site
         self._state, self._devices = node.state, node.devices
@@ -51,6 +53,7 @@ class KernelHandlers:
         self._service = service
         self._execs = execs
         self._statistics = statistics
+        self._end_reads = end_reads
 
     async def create_kernel(self, request: web.Request) -> web.Response:
         """Create a kernel, or return the one that the same request created before."""
@@ -104,7 +107,9 @@ class KernelHandlers:
 
     async def get_kernel(self, request: web.Request) -> web.Response:
         """Show one kernel."""
-        return json_response(self._view(self._state.kernel(request.match_info["kernel"])))
+        kernel = self._state.kernel(request.match_info["kernel"])
+        self._end_reads.note(kernel, caller_of(request))
+        return json_response(self._view(kernel))
 
     async def stop_kernel(self, request: web.Request) -> web.Response:
         """End a kernel with TERM, then KILL; it stays listed."""

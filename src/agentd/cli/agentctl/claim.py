@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ import click
 
 from agentd.cli.agentctl import completion
 from agentd.cli.agentctl.options import (
+    CommandLine,
     device_cell,
     device_option,
     given_members,
@@ -28,10 +30,12 @@ from agentd.program.process import python_command
 
 _SCOPE = "AGENTCTL_SCOPE"
 """Names the scope of systemd that this process was moved into; not passed on."""
+IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
+"""Signals that Python ignores from its start; the command, which would inherit that, needs them."""
 CLAIM_COLUMNS = ["claim", "agent", "state", "slots", "devices", "holder", "age"]
 
 
-@click.command(context_settings={"ignore_unknown_options": True})
+@click.command(cls=CommandLine)
 @click.argument("agent", shell_complete=completion.agents)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.option("--id", "claim_id", help="Id of the claim. Default: a generated one.")
@@ -52,8 +56,9 @@ def claim(
 ) -> None:
     """Run a command on claimed devices.
 
-    COMMAND replaces this process and finds its devices in its environment. The claim ends with the
-    process; with --scope, with the last process that it started.
+    Options end at the first word of COMMAND, which replaces this process and finds its devices in
+    its environment. The claim ends with the process; with --scope, with the last process that it
+    started.
 
     Exit status: the command's; 1 the claim was refused, 127 the command cannot be executed.
 
@@ -78,6 +83,8 @@ def claim(
 
 
 def _execute(command: Sequence[str], env: Mapping[str, str]) -> None:
+    for number in IGNORED_BY_PYTHON:
+        signal.signal(number, signal.SIG_DFL)
     try:
         os.execvpe(command[0], list(command), env)  # noqa: S606 - the caller's own command
     except (OSError, ValueError) as error:

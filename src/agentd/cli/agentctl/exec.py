@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from agentd.cli.agentctl import completion
-from agentd.cli.agentctl.options import pairs
+from agentd.cli.agentctl.options import CommandLine, pairs
 from agentd.client import Client
 from agentd.client.calls import Call
 from agentd.client.defaults import CHUNK
@@ -38,7 +38,7 @@ RESPONSE_TIMEOUT_S = 5.0
 """Seconds without a sign of life of the daemon, after one of these, that end the exec."""
 
 
-@click.command("exec")
+@click.command("exec", cls=CommandLine)
 @click.argument("kernel", shell_complete=completion.kernels)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.option("--interactive", "-i", is_flag=True, help="Forward standard input.")
@@ -58,7 +58,7 @@ def exec_in_kernel(
 ) -> None:
     """Run a command in a kernel.
 
-    The command has the namespaces, limits and devices of the kernel.
+    The command has the namespaces, limits and devices of the kernel. Options end at its first word.
 
     Exit status: the command's; 130 if agentctl was interrupted.
 

@@ -22,6 +22,7 @@ from agentd.cli.agentctl.options import (
     print_outage,
     remove_each,
 )
+from agentd.cli.option_types import moment, seconds_from
 from agentd.cli.output import CommandError, client_command, print_answer, print_text
 from agentd.client import Client
 from agentd.client.calls import Call
@@ -51,7 +52,10 @@ ENDED_STATES = ("terminated", "failed", "lost")
 @click.option("--follow", "-f", is_flag=True, help="Follow the logs until the kernels end.")
 @click.option("--tail", type=click.IntRange(min=0), help="Only the last lines.")
 @click.option(
-    "--since", metavar="TIME", help="Only lines since a time such as 2026-11-21T12:00:00Z."
+    "--since",
+    type=moment,
+    metavar="TIME",
+    help="Only lines since a time such as 2026-11-21T12:00:00Z, or of the last 10m.",
 )
 @click.option("--timestamps", "-t", is_flag=True, help="Start each line with its time.")
 @click.option(
@@ -164,7 +168,7 @@ def print_merged(readers: Sequence[PrintedLog]) -> None:
     type=click.Choice(["ended", "running", "removed", *ENDED_STATES]),
     help="State to wait for.",
 )
-@click.option("--timeout", type=click.FloatRange(min=0), help="Seconds; then exit status 3.")
+@click.option("--timeout", type=seconds_from(0), help="Seconds, or 10m; then exit status 3.")
 @click.pass_obj
 @ended_without_reader()
 def wait(client: Client, kernels: Sequence[str], target: str, timeout: float | None) -> None:
@@ -232,7 +236,7 @@ def _has_reached(client: Client, kernel: str, target: str, deadline: float) -> b
 
 @click.command()
 @click.argument("kernels", nargs=-1, required=True, shell_complete=completion.kernels)
-@click.option("--timeout", type=float, help="Seconds between TERM and KILL.")
+@click.option("--timeout", type=seconds_from(0), help="Seconds between TERM and KILL.")
 @client_command
 def stop(client: Client, kernels: Sequence[str], timeout: float | None) -> None:
     """Stop kernels; they stay listed."""
@@ -245,7 +249,7 @@ def stop(client: Client, kernels: Sequence[str], timeout: float | None) -> None:
 
 @click.command()
 @click.argument("kernels", nargs=-1, required=True, shell_complete=completion.kernels)
-@click.option("--timeout", type=float, help="Seconds between TERM and KILL.")
+@click.option("--timeout", type=seconds_from(0), help="Seconds between TERM and KILL.")
 @client_command
 def rm(
     client: Client, kernels: Sequence[str], timeout: float | None, node: str | None = None

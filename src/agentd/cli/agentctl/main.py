@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from agentd import __version__
 from agentd.cli.agentctl import completion
@@ -27,7 +26,7 @@ from agentd.cli.agentctl.doctor import (
     print_named_claims,
 )
 from agentd.cli.agentctl.exec import exec_in_kernel
-from agentd.cli.agentctl.fleet import GATEWAY, fleet_group
+from agentd.cli.agentctl.fleet import fleet_group
 from agentd.cli.agentctl.follow import logs, rm, stop, wait
 from agentd.cli.agentctl.options import (
     KERNEL_COLUMNS,
@@ -35,6 +34,8 @@ from agentd.cli.agentctl.options import (
     RpcGroup,
     RpcProblem,
     alias_of,
+    chosen_address,
+    client_of,
     device_row,
     event_line,
     event_subject,
@@ -43,15 +44,14 @@ from agentd.cli.agentctl.options import (
     pairs,
     print_outage,
     quiet_option,
-    socket_of,
     suggesting_agents,
     suggestion,
-    token_of,
 )
 from agentd.cli.agentctl.run import run
 from agentd.cli.agentctl.stats import stats, top
 from agentd.cli.agentctl.token import token
 from agentd.cli.agentctl.ui import ui
+from agentd.cli.option_types import fleet_address, node_address
 from agentd.cli.output import (
     client_command,
     encode,
@@ -67,6 +67,7 @@ from agentd.client import Client
 from agentd.core.hardware_names import normal_name, normal_names
 from agentd.errors import AgentdError
 from agentd.program.command_line import ended_without_reader
+from agentd.program.parameters import FilePath
 from agentd.views import KernelView
 
 PLUGIN_COLUMNS = ["name", "plugin", "state", "slots", "reason"]
@@ -81,7 +82,7 @@ class NodeOrFleet(RpcGroup):
     """The commands of a node; with `--fleet`, the commands of a fleet with the same names."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        if fleet_of(ctx) is None:
+        if not is_for_fleet(ctx):
             return sorted({*super().list_commands(ctx), *added_commands()})
         return sorted({*fleet_group.commands, *AT_A_GATEWAY})
 
@@ -89,10 +90,10 @@ class NodeOrFleet(RpcGroup):
         of_node = super().get_command(ctx, cmd_name)
         if of_node is None:
             of_node = added_command(cmd_name)
-        if fleet_of(ctx) is None or cmd_name in AT_A_GATEWAY:
+        if not is_for_fleet(ctx) or cmd_name in AT_A_GATEWAY:
             return of_node
         of_fleet = fleet_group.get_command(ctx, cmd_name)
-        if of_fleet is None and of_node is not None:
+        if of_fleet is None and of_node is not None and not ctx.resilient_parsing:
             raise click.UsageError(
                 f"{cmd_name} is a command for one node, not for a fleet:"
                 " name the node with --socket or --url"
@@ -100,17 +101,9 @@ class NodeOrFleet(RpcGroup):
         return of_fleet
 
 
-def fleet_of(context: click.Context) -> str | None:
-    """Return the gateway that a command line addresses; None for a node.
-
-    A node named by an option takes precedence over a fleet named by the environment.
-    """
-    options = context.params
-    address: str | None = options.get("fleet_address")
-    if options.get("socket_path") or options.get("url"):
-        source = context.get_parameter_source("fleet_address")
-        return address if source is ParameterSource.COMMANDLINE else None
-    return address
+def is_for_fleet(context: click.Context) -> bool:
+    """Return whether a command line addresses a gateway."""
+    return chosen_address(context) == "fleet_address"
 
 
 @click.group(cls=NodeOrFleet)
@@ -128,6 +121,8 @@ def fleet_of(context: click.Context) -> str | None:
     "--url",
     is_eager=True,
     envvar="AGENTD_URL",
+    type=node_address,
+    metavar="ADDRESS",
     help="Address of the node, such as http://127.0.0.1:6001.",
 )
 @click.option(
@@ -135,6 +130,7 @@ def fleet_of(context: click.Context) -> str | None:
     "fleet_address",
     is_eager=True,  # before --help, which lists the commands of a fleet
     envvar="AGENTCTL_FLEET",
+    type=fleet_address,
     metavar="ADDRESS",
     help="Gateway of a fleet: unix:PATH or https://HOST:7001.",
 )
@@ -142,8 +138,8 @@ def fleet_of(context: click.Context) -> str | None:
     "--token-file",
     envvar="AGENTD_TOKEN_FILE",
     metavar="FILE",
-    type=click.Path(),
-    help="Token for --url, or --fleet.",
+    type=FilePath(),
+    help="Token for --url, or --fleet over TCP.",
 )
 @click.pass_context
 def agentctl(
@@ -158,14 +154,9 @@ def agentctl(
 
     Exit status: 0 done, 1 refused or unreachable, 2 wrong usage.
     """
-    token, gateway = token_of(token_file), fleet_of(context)
-    if context.invoked_subcommand == fleet_group.name:
-        gateway = fleet_address or GATEWAY
-    if gateway is not None:
-        path = gateway.removeprefix("unix:") if gateway.startswith("unix:") else None
-        context.obj = Client(path, url=None if path else gateway, token=token, retry_s=0)
-        return
-    context.obj = Client(socket_path or socket_of(config), url=url, token=token, retry_s=0)
+    del socket_path, config, url, fleet_address, token_file
+    is_of_fleet = context.invoked_subcommand == fleet_group.name
+    context.obj = client_of(context, is_of_fleet=is_of_fleet)
 
 
 @agentctl.command()

@@ -13,6 +13,7 @@ import click
 from agentd.cli.agentctl import completion
 from agentd.cli.agentctl.follow import ENDED_STATES
 from agentd.cli.agentctl.options import print_outage
+from agentd.cli.option_types import seconds_from
 from agentd.cli.output import client_command, is_table, print_answer
 from agentd.client import Client
 from agentd.client.following import Outages
@@ -107,7 +108,7 @@ def watch_options(command: Callable[..., None]) -> Callable[..., None]:
         ),
         click.option(
             "--interval",
-            type=click.FloatRange(min=SAMPLE_S),
+            type=seconds_from(SAMPLE_S),
             default=2.0,
             show_default=True,
             help="Seconds between two updates.",
