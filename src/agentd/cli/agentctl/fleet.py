@@ -23,6 +23,7 @@ from agentd.cli.agentctl.follow import logs, rm
 from agentd.cli.agentctl.options import (
     KERNEL_COLUMNS,
     WIDE_KERNEL_COLUMNS,
+    RpcGroup,
     alias_of,
     device_row,
     kernel_row,
@@ -46,7 +47,7 @@ _WIDE_NODE_COLUMNS = ["url", "generation", "conflicting", "seen_at", "cordon"]
 _DEFAULTS = {"allocation": {}, "degraded": [], "reason": ""}
 
 
-class FleetGroup(click.Group):
+class FleetGroup(RpcGroup):
     """The commands of a fleet; help lists those that a node does not have."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
