@@ -161,7 +161,8 @@ def test_each_body_has_its_table_of_members() -> None:
 
 
 IN_NO_RESPONSE = {
-    "DaemonFailed", "DuplicateNode", "FleetStoreCompacted", "StartRefused", "Unreachable",
+    "DaemonFailed", "DuplicateNode", "FleetStoreCompacted", "OutputDropped", "StartRefused",
+    "Unreachable",
 }  # fmt: skip
 """Codes of errors that programs print, or that a client raises."""
 

@@ -25,6 +25,14 @@ NAMES = json.loads((HERE / "427f930-names.json").read_text())
 NODE = json.loads((HERE / "427f930.json").read_text())
 ETCD = json.loads((HERE / "427f930-etcd.json").read_text())
 RUNTIMES = ("process", "docker")
+_LOGS = {
+    "agentd get_logs GET /v1/kernels/{kernel}/logs path:kernel query:follow": "",
+    "gateway get_logs GET /v1/kernels/{kernel}/logs path:kernel query:follow": " query:node",
+    "gateway get_logs_at_node GET /v1/nodes/{node}/kernels/{kernel}/logs path:kernel path:node"
+    " query:follow": "",
+}
+"""The routes of logs, with their parameters around `from`, which is new."""
+_LOGS_QUERY = " query:since query:stream query:tail query:timestamps"
 GONE: Mapping[str, frozenset[str]] = {
     "log_events": frozenset({"node.warned", "peers.publish_failed"}),
     "options": frozenset(
@@ -40,6 +48,7 @@ GONE: Mapping[str, frozenset[str]] = {
             "agentd plugin check --probe",
         }
     ),
+    "operations": frozenset(f"{route}{node}{_LOGS_QUERY}" for route, node in _LOGS.items()),
 }
 """Recorded names that exist no more, by their list."""
 _RUNTIMES = ("docker", "systemd", "process")
@@ -47,6 +56,7 @@ _LIMITS = ("", ".*.soft", ".*.hard")
 _AGENT = ("allowed-groups", "allowed-mounts", "allowed-networks", "network", "registry-auth")
 _NODE, _CLEAR = "/v1/nodes/{node}", "devices/{device_name}/{id}/clear"
 _CLEAR_PATHS = "path:device_name path:id"
+_SIGNAL = "/kernels/{kernel}/signal path:kernel"
 _PLUGIN_AT_NODE = f"{_NODE}/plugins/{{plugin}}"
 NEW: Mapping[str, frozenset[str]] = {
     "configuration": frozenset(
@@ -60,12 +70,16 @@ NEW: Mapping[str, frozenset[str]] = {
     "audit_actions": frozenset(
         f"{program} {action}"
         for program in ("agentd", "gateway")
-        for action in ("clear_device", "start_plugin", "stop_plugin")
+        for action in ("clear_device", "signal_kernel", "start_plugin", "stop_plugin")
     )
     | {"gateway cordon_node", "gateway uncordon_node"},
     "operations": frozenset(
         {
+            *(f"{route} query:from{node}{_LOGS_QUERY}" for route, node in _LOGS.items()),
             f"agentd clear_device POST /v1/{_CLEAR} {_CLEAR_PATHS}",
+            f"agentd signal_kernel POST /v1{_SIGNAL}",
+            f"gateway signal_kernel POST /v1{_SIGNAL} query:node",
+            f"gateway signal_kernel_at_node POST {_NODE}{_SIGNAL} path:node",
             f"gateway clear_device_at_node POST {_NODE}/{_CLEAR} {_CLEAR_PATHS} path:node",
             "agentd start_plugin POST /v1/plugins/{plugin}/start path:plugin",
             "agentd stop_plugin POST /v1/plugins/{plugin}/stop path:plugin",
@@ -115,6 +129,7 @@ NEW: Mapping[str, frozenset[str]] = {
                 for word in ("start", "stop")
                 for argument in ("", " --json", " -o/--output", " name")
             ),
+            "agentctl events --after",
             *(
                 f"agentctl clear{argument}"
                 for argument in ("", " --json", " -o/--output", " device")
@@ -125,6 +140,7 @@ NEW: Mapping[str, frozenset[str]] = {
                 for argument in ("", " --json", " -o/--output", " node")
             ),
             "agentctl fleet nodes cordon --reason",
+            *(f"agentctl signal{argument}" for argument in ("", " kernel", " signal")),
         }
     ),
     "schemas": frozenset(
@@ -140,6 +156,8 @@ NEW: Mapping[str, frozenset[str]] = {
             f"{document} {name}"
             for document in ("agentd", "gateway")
             for name in (
+                "SignalRequest",
+                "SignalRequest signal",
                 "ConditionView",
                 "ConditionView about",
                 "ConditionView reason",
@@ -151,7 +169,7 @@ NEW: Mapping[str, frozenset[str]] = {
         | {
             f"{model} {member}"
             for model in ("agentd CreateKernelRequest", "gateway FleetKernelRequest")
-            for member in ("entrypoint", "groups", "init")
+            for member in ("attempt", "entrypoint", "groups", "init", "remove")
         }
     ),
 }
@@ -164,6 +182,7 @@ NEW_MEMBERS = frozenset(
         "/agentd/main/nodes/NODE/runtime/name str",
         "/agentd/main/nodes/NODE/runtime/state str",
         "/agentd/main/known/NODE/rival str",
+        "/agentd/main/routes/k1/attempt str",
         "/files/devices.json/devices/is_excluded bool",
         "/files/devices.json/devices/taken_place NoneType",
         "/files/devices.json/devices/needs_clear str",

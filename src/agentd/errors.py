@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from types import MappingProxyType
-from typing import ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 from agentd.error_codes import ERROR_CODES, Scope
 
@@ -58,6 +58,13 @@ def _truncate(text: str, maximum: int) -> str:
     return text if len(text) <= maximum else f"{text[: maximum - 1]}…"
 
 
+def _restore(kind: type[AgentdError], args: tuple[object, ...]) -> AgentdError:
+    """Return an error whose members are not set yet."""
+    error = kind.__new__(kind)
+    error.args = args
+    return error
+
+
 class AgentdError(Exception):
     """Root of all errors; `facts` are the members a caller can rely on."""
 
@@ -66,8 +73,14 @@ class AgentdError(Exception):
     """The whole problem, if the error was parsed from an answer."""
     headers: Mapping[str, str] = {}
     """Headers of an answer with this error."""
+    kernel_id = claim_id = ""
+    """The id of a create, in every error of a client's `create_kernel` and `create_claim`."""
     is_local = False
     """Whether this node's settings, runtime or host are the cause, whatever the code is about."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle and copy the members, without the arguments that made them."""
+        return _restore, (type(self), self.args), vars(self)
 
     @property
     def scope(self) -> Scope:
@@ -264,6 +277,12 @@ class KernelConflict(RequestError):
     """The kernel exists with another request, or its state forbids the call."""
 
     code = "KernelConflict"
+
+    @classmethod
+    def of_attempt(cls, kernel_id: str) -> Self:
+        """Return the refusal of a request that is equal to the one that created the kernel."""
+        remedy = "use another id, or delete it"
+        return cls(f"kernel {kernel_id} exists, and another attempt created it; {remedy}")
 
 
 class ClaimConflict(RequestError):
@@ -467,6 +486,20 @@ class Unreachable(Unavailable):
 
 class AnswerLost(Unreachable):
     """A call was sent and its answer is missing: the daemon may have carried it out."""
+
+
+class OutputDropped(AgentdError):
+    """Bytes of a log, from `begin` to before `end`, are lost; raised by clients only."""
+
+    code = "OutputDropped"
+
+    def __init__(self, kernel_id: str = "", begin: int = 0, end: int = 0) -> None:
+        self.kernel_id, self.begin, self.end = kernel_id, begin, end
+        lost = f"{end - begin} bytes of the log of {kernel_id} were dropped"
+        super().__init__(f"{lost}: those from {begin} to {end}")
+
+    def facts(self) -> Mapping[str, object]:
+        return {"kernel_id": self.kernel_id, "begin": self.begin, "end": self.end}
 
 
 class Refused(AgentdError):

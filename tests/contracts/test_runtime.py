@@ -4,6 +4,7 @@ import asyncio
 import grp
 import os
 import re
+import signal
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ from agentd.services.protocols import CreateUndone, LogQuery, Runtime
 from support.daemon import UNITS
 from support.engine import IMAGE
 from support.fakes import FakeRuntime
+from support.logs import read_log
+from support.waiting import until
 
 CORE = str(min(probe().cores))
 SHARES = Allocation(
@@ -203,6 +206,36 @@ async def test_stop_of_an_ended_or_missing_kernel_succeeds(rig: Rig) -> None:
     await rig.runtime.stop(created.ref, 0)
 
 
+async def test_a_signal_reaches_the_first_process_alone(rig: Rig) -> None:
+    if isinstance(rig.runtime, FakeRuntime):
+        created = await rig.create("sleep", "1000")
+    else:
+        traps = 'for s in INT TERM HUP QUIT USR1 USR2; do trap "echo $s" $s; done'
+        child = "sh -c 'trap \"echo child\" USR1; echo ready; while :; do sleep 0.1; done'"
+        created = await rig.create("sh", "-c", f"{traps}; {child} & while :; do sleep 0.1; done")
+        said = b"ready\n"
+        await says(rig, said)
+        for name in ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2"):
+            assert await rig.runtime.signal(created.ref, signal.Signals[f"SIG{name}"])
+            said += f"{name}\n".encode()
+            await says(rig, said)
+    while await rig.runtime.signal(created.ref, signal.SIGKILL):
+        await asyncio.sleep(0.02)  # the child of a process kernel is its first process now
+    assert (await rig.until_ended("k1")).ending.exit_code == 137
+    for _ in range(2):
+        assert not await rig.runtime.signal(created.ref, signal.SIGINT)
+        await rig.runtime.remove(created.ref)
+
+
+async def says(rig: Rig, text: bytes) -> None:
+    """Wait until the kernel has printed this."""
+
+    async def printed() -> bytes:
+        return b"".join([chunk async for chunk in rig.runtime.logs(K1, LogQuery())])
+
+    await until(printed, text, within_s=30)
+
+
 async def test_remove_leaves_nothing_and_can_be_repeated(rig: Rig) -> None:
     created = await rig.create("sleep", "1000")
     for _ in range(2):
@@ -216,15 +249,17 @@ async def test_logs_are_given_byte_for_byte_and_by_the_last_lines(rig: Rig) -> N
     created = await rig.create("sh", "-c", r"printf 'one\ntwo\n\377three\n'; exit 0")
     await rig.until_ended("k1")
 
-    async def read(*, follow: bool, tail: int | None) -> bytes:
-        chunks = rig.runtime.logs(created.ref, LogQuery(follow, tail))
-        return b"".join([chunk async for chunk in chunks])
-
-    assert await read(follow=False, tail=None) == b"one\ntwo\n\xffthree\n"
-    assert await read(follow=True, tail=None) == b"one\ntwo\n\xffthree\n"
-    assert await read(follow=False, tail=1) == b"\xffthree\n"
-    assert await read(follow=False, tail=0) == b""
-    assert await read(follow=False, tail=99) == b"one\ntwo\n\xffthree\n"
+    output = b"one\ntwo\n\xffthree\n"
+    for follow in (False, True):
+        for query, begin in (
+            (LogQuery(follow), 0),
+            (LogQuery(follow, tail=1), 8),
+            (LogQuery(follow, tail=0), 15),
+            (LogQuery(follow, tail=99), 0),
+            *((LogQuery(follow, from_position=n), min(n, 15)) for n in (0, 1, 4, 9, 15, 99)),
+        ):
+            position, content = await read_log(rig.runtime, created.ref, query)
+            assert (position, content) == (begin, output[begin:]), query
 
 
 WORK = (
@@ -244,7 +279,7 @@ async def test_usage_matches_the_kernels_own_report(rig: Rig) -> None:
     said = b""
     async with asyncio.timeout(60):
         while said.count(b"s") < 4:
-            said = b"".join([chunk async for chunk in rig.runtime.logs(K1, LogQuery())])
+            said = (await read_log(rig.runtime, K1))[1]
     own_s, _, children_s, _ = (
         int(minutes) * 60 + float(seconds)
         for minutes, seconds in re.findall(r"(\d+)m([\d.]+)s", said.decode())
@@ -280,7 +315,7 @@ async def test_exec_shares_the_kernel_but_ends_by_itself(rig: Rig) -> None:
     said = b""
     async with asyncio.timeout(30):
         while not said.endswith(b"\n"):
-            said = b"".join([chunk async for chunk in rig.runtime.logs(K1, LogQuery())])
+            said = (await read_log(rig.runtime, K1))[1]
     session = await rig.runtime.start_exec(kernel, asked)
     await session.write(b"in")
     await session.close_input()
@@ -310,7 +345,7 @@ async def test_kernel_and_its_execs_have_groups_and_limits(rig: Rig) -> None:
     assert await rig.runtime.validate_spec(made.spec) == []
     kernel = as_known(await rig.runtime.create(made, lambda *_: None))
     async with asyncio.timeout(30):
-        while not (said := b"".join([part async for part in rig.runtime.logs(K1, LogQuery())])):
+        while not (said := (await read_log(rig.runtime, K1))[1]):
             pass
     session = await rig.runtime.start_exec(kernel, ExecSpec(("sh", "-c", script)))
     assert b"".join([data async for _, data in session.output()]) == said
@@ -342,7 +377,7 @@ async def test_kernel_and_its_execs_inherit_nothing(rig: Rig, inheritance: None)
     script = "echo $(umask) $(cat /proc/self/oom_score_adj) $(cut -d' ' -f19 /proc/self/stat)"
     kernel = as_known(await rig.create("sh", "-c", f"{script}; sleep 1000 & wait"))
     async with asyncio.timeout(30):
-        while not (said := b"".join([part async for part in rig.runtime.logs(K1, LogQuery())])):
+        while not (said := (await read_log(rig.runtime, K1))[1]):
             pass
     session = await rig.runtime.start_exec(kernel, ExecSpec(("sh", "-c", script)))
     assert b"".join([data async for _, data in session.output()]) == said == b"0022 0 0\n"

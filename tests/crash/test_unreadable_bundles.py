@@ -234,7 +234,7 @@ async def test_child_of_a_killed_shim_holds_the_device(node: Daemon) -> None:
     await started(node, has_cgroups=False)
     script = "setsid sleep 1000 & echo $!"
     await node.create(kernel_id="k1", slots={"cuda.device": 1}, command=["sh", "-c", script])
-    child = int(await until(bundle(node).joinpath("output.log").read_text))
+    child = int(await until(bundle(node).joinpath("output.log.0").read_text))
     await until((bundle(node) / "descendants.json").exists)
     await node.stop()
     os.kill(json.loads((bundle(node) / "identity.json").read_text())["shim_pid"], 9)

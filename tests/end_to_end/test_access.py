@@ -36,6 +36,7 @@ RIGHTS = {
     "list_agents": "look", "get_agent_of_agent": "look", "get_agent": "look",
     "create_kernel_of_agent": "kernels", "list_kernels_of_agent": "look", "list_kernels": "look",
     "get_kernel": "look", "stop_kernel": "kernels", "delete_kernel": "kernels",
+    "signal_kernel": "kernels",
     "exec_kernel": "output", "list_refusals": "look", "get_stats": "look", "list_stats": "look",
     "get_logs": "output", "get_events": "look", "whoami": "look", "get_openapi": "look",
     "create_claim_of_agent": "kernels", "list_claims": "look", "get_claim": "look",

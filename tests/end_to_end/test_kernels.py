@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from agentd.host.cgroups.hierarchies import find_cgroups
 from support.daemon import AGENTS, Daemon, gpus
 from support.daemon_pool import Serving
+from support.waiting import until
 
 
 async def environment(pid: int) -> bytes:
@@ -99,6 +101,52 @@ async def test_the_same_request_again_is_the_same_kernel(serving: Serving) -> No
     assert (other.status, other.json["code"]) == (409, "KernelConflict")
     elsewhere = await daemon.create("agent-2", kernel_id="k1", slots={"mem": "1g"})
     assert elsewhere.status == 409
+
+
+async def test_another_attempt_of_an_id_is_a_conflict(serving: Serving) -> None:
+    daemon = await serving()
+    body = {"kernel_id": "k1", "attempt": "00000000000000aA"}
+    first = await daemon.running(**body)
+    again = await daemon.create(**body)
+    assert (again.status, again.json) == (200, first)
+    other = {**body, "attempt": "00000000000000bb"}
+    for query in ("", "?dry_run=true"):
+        refused = await daemon.create(query=query, **other)
+        assert (refused.status, refused.json["code"]) == (409, "KernelConflict")
+        assert "another attempt created it" in refused.json["detail"]
+    for odd in ("", "00", "g" * 16, "0" * 17, 7, None):
+        refused = await daemon.create(kernel_id="k2", attempt=odd)
+        assert (refused.status, odd) == (201 if odd is None else 422, odd)
+
+
+async def test_signal_arrives_at_a_running_kernel(serving: Serving) -> None:
+    daemon = await serving()
+    await daemon.trapping("trap 'exit 9' USR1", kernel_id="k1")
+    answer = await daemon.call("POST", "/v1/kernels/k1/signal", {"signal": "USR1"})
+    assert (answer.status, answer.content) == (204, b"")
+    ended = await until(
+        lambda: daemon.get("/v1/kernels/k1"), lambda kernel: kernel["state"] == "terminated"
+    )
+    assert ended["exit_code"] == 9
+    late = await daemon.call("POST", "/v1/kernels/k1/signal", {"signal": "USR1"})
+    assert (late.status, late.json["code"]) == (409, "KernelConflict")
+
+
+async def test_read_end_removes_a_kernel_that_asked_for_it(daemon: Daemon) -> None:
+    daemon.deadlines = {"agentd.services.kernels.retention.REMOVE_DELAY_S": 0.2}
+    await daemon.start()
+    body = {"kernel_id": "k1", "command": ["true"], "remove": True}
+    assert (await daemon.create(**body)).status == 201
+    listed = partial(daemon.get, "/v1/kernels?state=terminated")
+    await until(listed, lambda rows: len(rows) == 1, text="an ended kernel")
+    await daemon.restart()
+    for _ in range(20):  # longer than the delay: neither a list nor its usage is its end
+        assert len(await listed()) == 1
+        await daemon.get("/v1/kernels/k1/stats")
+        await asyncio.sleep(0.02)
+    assert (await daemon.get("/v1/kernels/k1"))["state"] == "terminated"
+    await until(lambda: daemon.call("GET", "/v1/kernels/k1"), lambda answer: answer.status == 404)
+    assert await daemon.get("/v1/kernels") == []
 
 
 async def test_stop_keeps_it_listed_and_delete_removes_it(serving: Serving) -> None:
@@ -229,6 +277,22 @@ async def test_limits_of_setrlimit_are_held_on_either_runtime(serving: Serving) 
     await daemon.until("k1", "terminated")
     log = await daemon.call("GET", "/v1/kernels/k1/logs")
     assert log.content == b"100\n200\n0\n"
+
+
+async def test_logs_are_read_from_positions(serving: Serving) -> None:
+    daemon = await serving()
+    output = b"one\ntwo\nthree\n"
+    command = ["sh", "-c", "printf 'one\ntwo\n'; printf 'three\n'"]
+    assert (await daemon.create(kernel_id="k1", command=command)).status == 201
+    await daemon.until("k1", "terminated")
+    for query, position in {"": 0, "from=0": 0, "from=5": 5, "from=14&follow=true": 14,
+                            "from=99": 14, "tail=1": 8, "tail=0": 14}.items():  # fmt: skip
+        answer = await daemon.call("GET", f"/v1/kernels/k1/logs?{query}")
+        assert (answer.status, answer.headers["Log-Position"]) == (200, str(position)), query
+        assert answer.content == output[position:], query
+    for query in ("from=-1", "from=x", "from=1&tail=1", "from=1&since=1"):
+        refused = await daemon.call("GET", f"/v1/kernels/k1/logs?{query}")
+        assert (refused.status, refused.json["code"]) == (422, "InvalidRequest"), query
 
 
 async def test_process_runtime_refuses_container_options(plain: Daemon) -> None:

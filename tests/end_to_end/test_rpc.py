@@ -31,6 +31,7 @@ async def up(serving_process: Serving) -> Daemon:
         ("GET", "/v1/kernels/x", None, 404, "UnknownKernel", "unknown kernel x"),
         ("GET", "/v1/kernels/x/logs", None, 404, "UnknownKernel", "unknown kernel x"),
         ("POST", "/v1/kernels/x/stop", None, 404, "UnknownKernel", "unknown kernel x"),
+        ("POST", "/v1/kernels/x/signal", b'{"signal": "INT"}', 404, "UnknownKernel", "kernel x"),
         ("DELETE", "/v1/kernels/x", None, 404, "UnknownKernel", "unknown kernel x"),
         ("POST", "/v1/devices/cuda/x/drain", None, 404, "UnknownDevice", "has: cuda0, cuda1"),
         ("DELETE", "/v1/devices/tpu/x", None, 404, "UnknownDevice", "(this node has: none)"),
@@ -40,6 +41,10 @@ async def up(serving_process: Serving) -> Daemon:
         ("GET", "/v1/kernels/x/logs?tail=-1", None, 422, "InvalidRequest", "tail"),
         ("GET", "/v1/kernels/x/logs?follow=maybe", None, 422, "InvalidRequest", "follow"),
         ("POST", "/v1/kernels/x/stop", b'{"timeout": "soon"}', 422, "InvalidRequest", "timeout"),
+        ("POST", "/v1/kernels/x/signal", None, 422, "InvalidRequest", "signal"),
+        ("POST", "/v1/kernels/x/signal", b'{"signal": "STOP"}', 422, "InvalidRequest", "signal"),
+        ("POST", "/v1/kernels/x/signal", b'{"signal": "SIGINT"}', 422, "InvalidRequest", "signal"),
+        ("POST", "/v1/kernels/x/signal", b'{"signal": 2}', 422, "InvalidRequest", "signal"),
     ],
 )
 async def test_every_refusal_is_a_problem(up, method, path, data, status, code, detail) -> None:

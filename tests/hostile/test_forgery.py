@@ -125,7 +125,7 @@ async def test_exec_refuses_a_setuid_process(node, as_nobody, folder) -> None:
     program = built("setuid.c", folder / "theirs" / "setuid")
     os.chown(program, 0, 0)
     program.chmod(0o4755)
-    (folder / "theirs" / "output.log").symlink_to("/etc/shadow")
+    (folder / "theirs" / "output.log.0").symlink_to("/etc/shadow")
     before = await picture(node)
     claimed = str(folder / "theirs")
     daemon = node.daemon.process
@@ -187,7 +187,7 @@ def _folder(path: Path, owner: int, mode: int) -> None:
     path.mkdir()
     (path / "record.json").write_text('{"schema": 1}')
     (path / "identity.json").write_text('{"pid": 1}')
-    (path / "output.log").symlink_to("/etc/shadow")
+    (path / "output.log.0").symlink_to("/etc/shadow")
     path.chmod(mode)
     os.chown(path, owner, owner)
 
@@ -205,7 +205,7 @@ async def test_bundles_of_others_are_not_trusted(node, folder) -> None:
     assert sorted(str(path) for path in kernels.rglob("*")) == there, "nothing of it was touched"
 
 
-@pytest.mark.parametrize("file", ["output.log", "record.json", "identity.json", "exit.json"])
+@pytest.mark.parametrize("file", ["output.log.0", "record.json", "identity.json", "exit.json"])
 async def test_no_link_in_a_bundle_is_followed(node, folder, file) -> None:
     """Only root could put one there; a bug elsewhere must not become a way to root's files."""
     bundle = folder / "state" / "kernels" / "of-agent-1"

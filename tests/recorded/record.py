@@ -153,7 +153,7 @@ def read_files(state: Path) -> dict[str, str]:
     return {
         str(path.relative_to(state)): path.read_text()
         for path in sorted(state.rglob("*"))
-        if path.is_file() and path.name not in ("lock", "output.log")
+        if path.is_file() and path.name not in ("lock", "output.log.0")
     }
 
 

@@ -101,6 +101,22 @@ def test_tail_is_parsed() -> None:
     assert (log_query(tail="0").tail, log_query(tail="7").tail) == (0, 7)
 
 
+@pytest.mark.parametrize(("text", "position"), [("0", 0), ("7", 7), ("9" * 30, 10**30 - 1)])
+def test_from_is_parsed(text: str, position: int) -> None:
+    assert log_query(**{"from": text}).from_position == position
+
+
+@pytest.mark.parametrize(
+    "query",
+    [{"from": "-1"}, {"from": "1.5"}, {"from": "x"}, {"from": ""}, {"from": "1", "tail": "0"},
+     {"from": "1", "since": "0"}],
+)  # fmt: skip
+def test_invalid_from_is_refused(query: dict[str, str]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        log_query(**query)
+    assert caught.value.problems[0].where == "from"
+
+
 @pytest.mark.parametrize("member", [b'"slots": {"x\\ud800": 1}', b'"devices": {"x\\ud800": ["a"]}'])
 def test_names_must_be_text(member: bytes) -> None:
     with pytest.raises(InvalidRequest):

@@ -9,6 +9,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
+from contextlib import asynccontextmanager
 
 from msgspec.structs import replace
 
@@ -41,6 +42,7 @@ from agentd.runtimes.docker.container_config import CONTAINER_MEMBERS
 from agentd.services.protocols import (
     CreateProgress,
     CreateUndone,
+    KernelLog,
     LogQuery,
     PluginListing,
     PluginState,
@@ -157,6 +159,14 @@ class FakeRuntime:
         if found is not None and found.state is not ObservedState.EXITED:
             self.end(ref.kernel_id, 137 if timeout_s == 0 else 143)
 
+    async def signal(self, ref: KernelRef, number: int) -> bool:
+        self._answer()
+        found = self.kernels.get(ref.kernel_id)
+        if found is None or not found.is_alive:
+            return False
+        self.end(ref.kernel_id, 128 + number)
+        return True
+
     async def remove(self, ref: KernelRef, *, unless_alive: bool = False) -> bool:
         self._answer()
         found = self.kernels.get(ref.kernel_id)
@@ -181,9 +191,18 @@ class FakeRuntime:
         while True:
             yield await events.get()
 
-    async def logs(self, ref: KernelRef, query: LogQuery) -> AsyncGenerator[bytes]:
-        lines = self.output[ref.kernel_id].splitlines(keepends=True)
-        yield b"".join(lines if query.tail is None else lines[len(lines) - query.tail :])
+    @asynccontextmanager
+    async def logs(self, ref: KernelRef, query: LogQuery) -> AsyncIterator[KernelLog]:
+        output = self.output[ref.kernel_id]
+        lines = output.splitlines(keepends=True)
+        position = min(query.from_position or 0, len(output))
+        if query.tail is not None:
+            position = len(b"".join(lines[: max(0, len(lines) - query.tail)]))
+
+        async def chunks() -> AsyncGenerator[bytes]:
+            yield output[position:]
+
+        yield KernelLog(position, chunks())
 
 
 class FakePlugins:

@@ -8,12 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from agentd.client.blocking import Client
+from agentd.client.creates import new_kernel_id
 from agentd.client.events import NodeEvent
 
 if TYPE_CHECKING:
     from agentd.client.asynchronous import AsyncClient
 
-__all__ = ["AsyncClient", "Client", "NodeEvent"]
+__all__ = ["AsyncClient", "Client", "NodeEvent", "new_kernel_id"]
 
 
 def __getattr__(name: str) -> object:

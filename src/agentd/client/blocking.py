@@ -5,14 +5,23 @@ Generated from `asynchronous.py` by `docs/generate.py`.
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Mapping, Sequence
-from typing import Any, overload
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar, overload
 
 from agentd.client.calls import Call, label_parameters
+from agentd.client.creates import CreateAttempts, claim_request, kernel_request
 from agentd.client.defaults import CREATE_TIMEOUT_S, stop_timeout_s
+from agentd.client.events import NodeEvent
+from agentd.client.following import (
+    LOG_POSITION,
+    EventFollower,
+    LogFollower,
+    OnDropped,
+    OnOutage,
+)
 from agentd.client.paths import api_path
 from agentd.client.transport_blocking import BlockingTransport
+from agentd.errors import Unavailable, Unreachable
 from agentd.views import (
     AgentView,
     CallerView,
@@ -30,6 +39,8 @@ from agentd.views import (
     RuntimeView,
     SlotTypeView,
 )
+
+T = TypeVar("T")
 
 
 class Client(BlockingTransport):
@@ -104,13 +115,33 @@ class Client(BlockingTransport):
         wait: bool = True,
         timeout_s: float = CREATE_TIMEOUT_S,
     ) -> KernelView:
-        """Create a kernel; a request without `kernel_id` gets one, so that it can be repeated."""
-        body = {"kernel_id": f"k-{uuid.uuid4().hex[:12]}", **request}
-        headers = {} if wait else {"Prefer": "respond-async"}
+        """Create a kernel, and repeat a create whose answer is lost.
+
+        A request without `kernel_id` or `attempt` gets one: the repeats create one kernel. A lost
+        answer is asked for again for at most the timeout of the client, and the call takes at most
+        `timeout_s`. Every error has the `kernel_id`.
+
+        Raises:
+            AgentdError: it was refused, was never sent, or its outcome stayed unknown.
+        """
+        body = kernel_request(request)
+        path, headers = api_path("agents", agent_id, "kernels"), {"Prefer": "respond-async"}
         call: Call[KernelView] = Call(
-            "POST", api_path("agents", agent_id, "kernels"), body, headers
+            "POST", path, body, {} if wait else headers, is_repeatable=False
         )
-        return self.execute(call, timeout_s=timeout_s)
+        return self._create(call, "kernel_id", timeout_s)
+
+    def _create(self, call: Call[T], member: str, timeout_s: float) -> T:
+        """Make a create, and repeat it; `member` names the id in its body."""
+        limits = {"timeout_s": timeout_s, "retry_s": self._retry_s, "lost_s": self._timeout_s}
+        attempts = CreateAttempts(member, call.body or {}, **limits)
+        with attempts.named_errors():
+            while True:
+                try:
+                    return self.execute(call, timeout_s=attempts.next_timeout_s())
+                except Unavailable as error:
+                    pause_s = attempts.pause_s(error)
+                self._sleep(pause_s)
 
     def explain(self, agent_id: str, request: Mapping[str, Any]) -> DecisionView:
         """Return the decision that a create would get now, with its explanation."""
@@ -141,6 +172,11 @@ class Client(BlockingTransport):
         call: Call[KernelView] = Call("POST", api_path("kernels", kernel_id, "stop"), body)
         return self.execute(call, timeout_s=stop_timeout_s(self._timeout_s, timeout))
 
+    def signal_kernel(self, kernel_id: str, signal: str) -> None:
+        """Send a signal such as "INT" to the kernel's first process."""
+        path = api_path("kernels", kernel_id, "signal")
+        self.execute(Call("POST", path, {"signal": signal}))
+
     def delete_kernel(
         self, kernel_id: str, timeout: float | None = None, node: str | None = None
     ) -> None:
@@ -150,10 +186,82 @@ class Client(BlockingTransport):
         )
         self.execute(call, timeout_s=stop_timeout_s(self._timeout_s, timeout))
 
+    def logs(
+        self,
+        kernel_id: str,
+        *,
+        follow: bool = False,
+        tail: int | None = None,
+        since: str | float | None = None,
+        timestamps: bool = False,
+        stream: str | None = None,
+        node: str | None = None,
+        from_position: int | None = None,
+        on_outage: OnOutage = None,
+        on_dropped: OnDropped = None,
+    ) -> Iterator[bytes]:
+        """Yield a kernel's output as it arrives; with `follow` until the kernel ends.
+
+        A log that breaks is resumed by its position: followed for as long as it takes, and else
+        while there is progress within the timeout of the client. `on_outage` is called with the
+        error at the begin of each outage, `on_dropped` with the positions of bytes that are lost.
+        At a gateway `node` names the kernel's node, if the fleet did not place it.
+
+        Raises:
+            AgentdError: the log cannot be read, or was cut off before its end.
+            OutputDropped: bytes are lost, and there is no `on_dropped`.
+        """
+        log = LogFollower(
+            kernel_id,
+            {"follow": follow, "timestamps": timestamps, "stream": stream, "node": node},
+            {"tail": tail, "since": since, "from": from_position},
+            timeout_s=self._timeout_s,
+            on_outage=on_outage,
+            on_dropped=on_dropped,
+        )
+        while True:
+            try:
+                with self._stream(log.next_call()) as answer:
+                    log.on_answer(answer.headers.get(LOG_POSITION))
+                    while chunk := answer.read():
+                        log.on_chunk(chunk)
+                        yield chunk
+                    return
+            except Unavailable as error:
+                pause_s = log.pause_s(error)
+            self._sleep(pause_s)
+
+    def events(
+        self, *, after: str | None = None, on_outage: OnOutage = None
+    ) -> Iterator[NodeEvent]:
+        """Yield events of the node, after the event `after`; only an error ends them.
+
+        After a lost connection they continue after the last one; `on_outage` is called with the
+        error at the begin of each outage. If events were missed, one of kind `reset` asks the
+        reader to list everything again.
+
+        Raises:
+            AgentdError: the events are not available.
+        """
+        log = EventFollower(after, on_outage, self._max_bytes)
+        while True:
+            try:
+                with self._stream(log.next_call()) as answer:
+                    for event in log.on_answer():
+                        yield event
+                    while chunk := answer.read():
+                        for event in log.parse(chunk):
+                            yield event
+                raise Unreachable(f"{self._address}: the event stream ended")
+            except Unavailable as error:
+                pause_s = log.pause_s(error)
+            self._sleep(pause_s)
+
     def create_claim(self, agent_id: str, request: Mapping[str, Any]) -> ClaimView:
-        """Claim devices; a request without `claim_id` gets one, so that it can be repeated."""
-        body = {"claim_id": f"c-{uuid.uuid4().hex[:12]}", **request}
-        return self.execute(Call("POST", api_path("agents", agent_id, "claims"), body))
+        """Claim devices; a request without `claim_id` gets one, as in `create_kernel`."""
+        path = api_path("agents", agent_id, "claims")
+        call: Call[ClaimView] = Call("POST", path, claim_request(request), is_repeatable=False)
+        return self._create(call, "claim_id", self._timeout_s)
 
     def claims(
         self,

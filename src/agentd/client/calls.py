@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
+from agentd.client.defaults import SILENCE_S
 from agentd.client.paths import api_path, next_query
 from agentd.errors import Refused, Unavailable
 
@@ -15,7 +16,8 @@ T = TypeVar("T")
 class Call(NamedTuple, Generic[T]):
     """One call; `T` is its answer's type. One that `is_repeatable` may be sent again.
 
-    One that `is_paged` asks for a list without a limit: the clients read all of its pages.
+    One that `is_paged` asks for a list without a limit: the clients read all of its pages. An
+    answer may pause for `silence_s`: 0 for the timeout of the client, None for ever.
     """
 
     method: str
@@ -24,6 +26,7 @@ class Call(NamedTuple, Generic[T]):
     headers: Mapping[str, str] = MappingProxyType({})
     is_repeatable: bool = True
     is_paged: bool = False
+    silence_s: float | None = 0.0
 
     def may_retry(self, refusal: Unavailable, remaining_s: float) -> bool:
         """Return whether to repeat the call after the pause that `refusal` asks for."""
@@ -49,13 +52,14 @@ def label_parameters(labels: Mapping[str, str] | None) -> list[str]:
     return [f"{name}={value}" for name, value in (labels or {}).items()]
 
 
-def logs_call(kernel_id: str, node: str | None, **query: object) -> Call[bytes]:
-    """`GET /v1/kernels/{kernel}/logs`."""
-    path = api_path("kernels", kernel_id, "logs", **query, node=node)
-    return Call("GET", path, is_repeatable=False)
+def logs_call(kernel_id: str, *, follow: bool, **query: object) -> Call[bytes]:
+    """`GET /v1/kernels/{kernel}/logs`; one that is followed is silent while its kernel is."""
+    path = api_path("kernels", kernel_id, "logs", follow=follow, **query)
+    return Call("GET", path, is_repeatable=False, silence_s=None if follow else 0.0)
 
 
 def events_call(after: str | None = None) -> Call[bytes]:
     """`GET /v1/events`, from the event after `after` on."""
     headers = {} if after is None else {"Last-Event-ID": after}
-    return Call("GET", api_path("events"), headers=headers, is_repeatable=False)
+    path = api_path("events")
+    return Call("GET", path, headers=headers, is_repeatable=False, silence_s=SILENCE_S)

@@ -120,9 +120,15 @@ def unreachable_error(address: str, error: Exception, *, is_sent: bool = False) 
     return (AnswerLost if is_sent else Unreachable)(f"{address}: {reason}")
 
 
-def cut_log_error(kernel_id: str, cause: Unavailable | None) -> Unavailable:
-    """Return the error of a log that broke; `cause` is the answer to another read of it."""
-    error = cause or RuntimeUnavailable("agentd, its runtime or a proxy closed it")
+def broken_stream_error(address: str, error: Exception) -> Unavailable:
+    """Return the error of a stream that broke."""
+    if reason := getattr(error, "strerror", getattr(error.__cause__, "strerror", None)):
+        return AnswerLost(f"{address}: {reason}")
+    return RuntimeUnavailable("agentd, its runtime or a proxy closed it")
+
+
+def cut_log_error(kernel_id: str, error: Unavailable) -> Unavailable:
+    """Return the error of a log that broke, after the reason: its end, or the next attempt's."""
     text = f"the log of {kernel_id} was cut off before its end: {error}"
     error.args, error.content = (text,), {**error.content, "detail": text}
     return error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import ssl
 import sys
 from collections.abc import AsyncIterator, Mapping
@@ -15,21 +16,45 @@ import aiohttp
 from yarl import URL
 
 from agentd.client.calls import Call
-from agentd.client.defaults import (
-    DEFAULT_SOCKET,
-    TIMEOUT_S,
+from agentd.client.defaults import CHUNK, DEFAULT_SOCKET, TIMEOUT_S, enable_keepalive
+from agentd.client.errors import (
+    broken_stream_error,
+    error_from_response,
+    parse_content,
+    unreachable_error,
 )
-from agentd.client.errors import error_from_response, parse_content, unreachable_error
 from agentd.client.names import ThreadResolver
 from agentd.client.tls import client_tls
-from agentd.errors import AnswerLost, InvalidRequest, Refused, Unavailable, Unreachable
+from agentd.errors import AnswerLost, Refused, Unavailable, Unreachable
 
 T = TypeVar("T")
 NOT_SENT = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, aiohttp.InvalidURL)
 
 
+class AsyncStream:
+    """An open answer, whose bytes are read as they arrive."""
+
+    def __init__(self, response: aiohttp.ClientResponse, address: str) -> None:
+        self._response = response
+        self._address = address
+        self.headers = response.headers
+
+    async def read(self) -> bytes:
+        """Return the next bytes, none at the end.
+
+        Raises:
+            Unavailable: the stream broke, or was silent for too long.
+        """
+        try:
+            return await self._response.content.read(CHUNK)
+        except (aiohttp.ClientError, OSError) as error:
+            raise broken_stream_error(self._address, error) from None
+
+
 class Transport:
     """The transport of calls: one session with one daemon."""
+
+    _sleep = staticmethod(asyncio.sleep)
 
     def __init__(
         self,
@@ -48,24 +73,31 @@ class Transport:
         self._address = url or self._socket_path
         self._base = (url or "http://agentd").rstrip("/")
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._timeout_s = timeout_s
+        self._timeout_s = self._retry_s = timeout_s
         self._max_bytes = max_bytes
         self._session: aiohttp.ClientSession | None = None
+        self._users = 0
 
     async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(resolver=ThreadResolver())
-            if self._url
-            else aiohttp.UnixConnector(self._socket_path),
-            headers=self._headers,
-            cookie_jar=aiohttp.DummyCookieJar(),
-        )
+        self._users += 1
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(
+                    resolver=ThreadResolver(), socket_factory=_socket_with_keepalive
+                )
+                if self._url
+                else aiohttp.UnixConnector(self._socket_path),
+                headers=self._headers,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                raise_for_status=self._raise_refusal,
+            )
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        self._users -= 1
+        if self._users == 0 and self._session is not None:
+            session, self._session = self._session, None
+            await session.close()
 
     def replace_credentials(self, token: str, tls: ssl.SSLContext) -> None:
         """Use another token and TLS context for calls from now on; those in progress go on."""
@@ -120,7 +152,7 @@ class Transport:
         """
         session = self._open_session
         try:
-            response = await session.request(
+            return await session.request(
                 call.method,
                 self._base + call.path,
                 json=call.body,
@@ -134,13 +166,33 @@ class Transport:
         except (aiohttp.ClientError, OSError) as error:
             is_sent = not isinstance(error, NOT_SENT)
             raise unreachable_error(self._address, error, is_sent=is_sent) from None
+
+    async def _raise_refusal(self, response: aiohttp.ClientResponse) -> None:
+        """Raise the error of an answer, also of one to a request for a WebSocket.
+
+        Raises:
+            AgentdError: the answer is an error.
+        """
         if response.status >= HTTPStatus.MULTIPLE_CHOICES:
-            async with response:
-                retry_after = response.headers.get("Retry-After")
-                raise error_from_response(
-                    response.status, await self._read_body(response), retry_after
-                )
-        return response
+            body, retry_after = await self._read_body(response), response.headers.get("Retry-After")
+            raise error_from_response(response.status, body, retry_after)
+
+    @asynccontextmanager
+    async def _stream(self, call: Call[Any]) -> AsyncIterator[AsyncStream]:
+        """Open a stream, whose answer must begin in time.
+
+        Raises:
+            AgentdError: the answer is an error, or missing.
+        """
+        silence_s = self._timeout_s if call.silence_s == 0 else call.silence_s
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                response = await self._open_response(call, silence_s=silence_s)
+        except TimeoutError:
+            reason = f"no answer within {self._timeout_s:g} s"
+            raise Unreachable(f"{self._address}: {reason}") from None
+        async with response:
+            yield AsyncStream(response, self._address)
 
     async def _read_body(self, response: aiohttp.ClientResponse) -> bytes:
         """Return the body of an answer.
@@ -176,6 +228,7 @@ class Transport:
                 timeout=timeout,
                 allow_redirects=False,
                 auto_decompress=False,
+                raise_for_status=False,
             ) as response:
                 yield response
         except (aiohttp.ClientError, OSError) as error:
@@ -188,7 +241,8 @@ class Transport:
             AgentdError: the daemon refused, or did not answer in time.
         """
         session = self._open_session
-        deadline = asyncio.get_running_loop().time() + self._timeout_s
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._timeout_s
         while True:
             try:
                 async with asyncio.timeout_at(deadline):
@@ -198,23 +252,29 @@ class Transport:
                         max_msg_size=0,
                         autoping=False,
                     )
-            except aiohttp.WSServerHandshakeError as refused:
-                try:  # without a WebSocket, for the reason; until the daemon is ready
-                    await self._fetch(call, self._timeout_s)
-                except InvalidRequest:  # not a WebSocket; the daemon may be ready now
-                    if refused.status != HTTPStatus.SERVICE_UNAVAILABLE:
-                        raise
-                else:
-                    reason = "the server does not support WebSockets"
-                    raise Unreachable(f"{self._address}: {reason}") from None
+            except Unavailable as error:
+                if not call.may_retry(error, deadline - loop.time()):
+                    raise
+                pause_s = error.retry_after_s
+            except aiohttp.WSServerHandshakeError:
+                reason = "the server does not support WebSockets"
+                raise Unreachable(f"{self._address}: {reason}") from None
             except TimeoutError:
                 reason = f"no answer within {self._timeout_s:g} s"
                 raise Unreachable(f"{self._address}: {reason}") from None
             except (aiohttp.ClientError, OSError) as error:
                 raise unreachable_error(self._address, error) from None
+            await asyncio.sleep(pause_s)
 
     @property
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
             raise RuntimeError("use it as `async with AsyncClient() as client`")
         return self._session
+
+
+def _socket_with_keepalive(address_info: aiohttp.AddrInfoType) -> socket.socket:
+    family, kind, protocol, _, _ = address_info
+    connection = socket.socket(family, kind, protocol)
+    enable_keepalive(connection)
+    return connection

@@ -6,27 +6,21 @@ import http.client
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 from urllib.parse import urlsplit
 
-from agentd.client import calls
 from agentd.client.calls import Call
-from agentd.client.defaults import (
-    CHUNK,
-    CREATE_TIMEOUT_S,
-    DEFAULT_SOCKET,
-    SILENCE_S,
-    TIMEOUT_S,
-)
+from agentd.client.defaults import CHUNK, DEFAULT_SOCKET, TIMEOUT_S, enable_keepalive
 from agentd.client.errors import (
-    cut_log_error,
+    broken_stream_error,
     error_from_response,
     parse_content,
     unreachable_error,
 )
-from agentd.client.events import EventParser, NodeEvent
 from agentd.client.tls import client_tls
 from agentd.errors import Unavailable
 
@@ -47,8 +41,33 @@ class _UnixConnection(http.client.HTTPConnection):
         self.sock.connect(self._path)
 
 
+class BlockingStream:
+    """An open answer, whose bytes are read as they arrive."""
+
+    def __init__(self, response: http.client.HTTPResponse, address: str) -> None:
+        self._response = response
+        self._address = address
+        self.headers = response.headers
+
+    def read(self) -> bytes:
+        """Return the next bytes, none at the end.
+
+        Raises:
+            Unavailable: the stream broke, or was silent for too long.
+        """
+        try:
+            chunk = self._response.read1(CHUNK)
+            if not chunk and self._response.length:
+                raise http.client.IncompleteRead(b"", self._response.length)
+        except (OSError, http.client.HTTPException) as error:
+            raise broken_stream_error(self._address, error) from None
+        return chunk
+
+
 class BlockingTransport:
-    """The transport of calls, one connection for each, and the calls whose answers are streams."""
+    """The transport of calls, one connection for each."""
+
+    _max_bytes = sys.maxsize
 
     def __init__(
         self,
@@ -88,12 +107,17 @@ class BlockingTransport:
             connection = self._connection(timeout_s or self._timeout_s)
             connection.connect()
             is_sent = True
+            connected = connection.sock
+            if self._url is not None:
+                enable_keepalive(connected)
             base = urlsplit(self._url or "").path.rstrip("/")
             connection.request(call.method, f"{base}{call.path}", body, headers)
             response = connection.getresponse()
             if response.status >= http.client.MULTIPLE_CHOICES:
                 retry_after = response.headers.get("Retry-After")
                 raise error_from_response(response.status, response.read(), retry_after)
+            if call.silence_s != 0:
+                connected.settimeout(call.silence_s)
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise unreachable_error(self._address, error, is_sent=is_sent) from None
         return response
@@ -127,52 +151,18 @@ class BlockingTransport:
             except (OSError, http.client.HTTPException) as error:
                 raise unreachable_error(self._address, error, is_sent=True) from None
 
-    def logs(
-        self,
-        kernel_id: str,
-        *,
-        follow: bool = False,
-        tail: int | None = None,
-        since: str | float | None = None,
-        timestamps: bool = False,
-        stream: str | None = None,
-        node: str | None = None,
-    ) -> Iterator[bytes]:
-        """Yield a kernel's output as it arrives; with `follow` until the kernel ends.
-
-        At a gateway `node` names the kernel's node, if the fleet did not place it.
+    @contextmanager
+    def _stream(self, call: Call[Any]) -> Iterator[BlockingStream]:
+        """Open a stream.
 
         Raises:
-            AgentdError: the log cannot be read, or was cut off before its end.
+            AgentdError: the answer is an error, or missing.
         """
-        query = {"follow": follow, "tail": tail, "since": since, "timestamps": timestamps}
-        call = calls.logs_call(kernel_id, node, **query, stream=stream)
-        response = self.open(call, CREATE_TIMEOUT_S if follow else None)
-        try:
-            while chunk := response.read1(CHUNK):
-                yield chunk
-        except TimeoutError as error:
-            raise unreachable_error(self._address, error) from None
-        except (OSError, http.client.HTTPException):
-            self._raise_cut_log(kernel_id, node)
+        with closing(self.open(call)) as response:
+            yield BlockingStream(response, self._address)
 
-    def _raise_cut_log(self, kernel_id: str, node: str | None) -> NoReturn:
-        """Read a log that broke once more, and raise the reason."""
-        try:
-            self._fetch(calls.logs_call(kernel_id, node, tail=0), None)
-        except Unavailable as cause:
-            raise cut_log_error(kernel_id, cause) from None
-        raise cut_log_error(kernel_id, None) from None
-
-    def events(self, *, after: str | None = None) -> Iterator[NodeEvent]:
-        """Yield events of the node after the event `after`, until the node stops."""
-        frames = EventParser()
-        try:
-            for line in self.open(calls.events_call(after), SILENCE_S):
-                if (event := frames.parse_line(line)) is not None:
-                    yield event
-        except (OSError, http.client.HTTPException) as error:
-            raise unreachable_error(self._address, error) from None
+    def _sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
 
     def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
         if self._url is None:

@@ -53,6 +53,7 @@ from agentd.services.kernels.kernel_service import KernelService
 from agentd.services.kernels.pending_creates import PendingCreates
 from agentd.services.kernels.reconciler import Reconciler, ReconcilerLoops
 from agentd.services.kernels.records import persist_changes, restore_kernels
+from agentd.services.kernels.retention import EndReads
 from agentd.services.lost_cores import LostCores
 from agentd.services.node import Node, NodeContext
 from agentd.services.planner import NodeRules, Planner
@@ -75,6 +76,7 @@ class Services(msgspec.Struct, frozen=True):
     planner: Planner
     creates: PendingCreates
     kernels: KernelService
+    end_reads: EndReads
     reconciler: Reconciler
     loops: ReconcilerLoops
     access: Access
@@ -172,6 +174,7 @@ def build_services(
         planner=planner,
         creates=creates,
         kernels=KernelService(node, planner, creates, runtimes, default, store, clock, cores),
+        end_reads=EndReads(clock.steady),
         reconciler=reconciler,
         loops=ReconcilerLoops(reconciler=reconciler, node=node, runtimes=runtimes, plugins=plugins),
         access=Access(node),
@@ -268,6 +271,7 @@ def build_site(
             service=services.kernels,
             execs=services.execs,
             statistics=services.statistics,
+            end_reads=services.end_reads,
         ),
         events=EventHandlers(
             events=node.events,

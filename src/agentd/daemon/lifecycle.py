@@ -236,7 +236,8 @@ class Daemon:
         self._status = self._status_line(services)
         self._notifier.ready(self._status)
         keep_ended, now = self._settings.node.keep_ended, self._context.clock.wall()
-        retention = Retention(node.state, services.kernels, keep_ended, now=now)
+        reads = services.end_reads
+        retention = Retention(node.state, services.kernels, keep_ended, reads, now=now)
         background.run("retention", retention.run())
         if self._notifier.is_enabled:
             background.run("status", self._update_status(services))

@@ -54,6 +54,7 @@ _NO_NUL, _PATH, _NO_EQUALS, _TMPFS, _PLATFORM = (
     r"^[a-z0-9_]+/[a-z0-9_]+(/[a-z0-9_]+)?$",
 )
 ID = f"^{KERNEL_ID}$"
+ATTEMPT = "^[0-9a-fA-F]{16}$"
 LABEL = r"^[^=]+=[\s\S]*$"
 AFTER = rf"^([0-9]{{1,18}}~)?{KERNEL_ID}$"
 """The pattern of the parameter `after`: an id, or the cursor of `Link`."""
@@ -66,6 +67,7 @@ _WORDS = {
     _TMPFS: "expected a path that begins with /, without commas",
     _PLATFORM: "expected OS/ARCHITECTURE, such as linux/amd64",
     ID: "expected a name: at most 63 of A-Z a-z 0-9 _ . -, with a letter or digit first",
+    ATTEMPT: "expected 16 hex digits",
     LABEL: "expected KEY=VALUE",
     AFTER: "expected a listed id, or `after` of the header Link",
 }

@@ -88,7 +88,12 @@ def _response(status: int, model: Any, schemas: dict[str, Any], media: str) -> d
         return {"description": description}
     if isinstance(model, Media):
         content = {model.type: {"schema": {"type": "string"}}}
-        return {"description": model.description, "content": content}
+        headers = {
+            header.name: {"description": header.description, "schema": header.schema}
+            for header in model.headers
+        }
+        described = {"description": model.description, "content": content}
+        return described | ({"headers": headers} if headers else {})
     return {
         "description": description,
         "content": {media: {"schema": _schema(model, schemas)}},

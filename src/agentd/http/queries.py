@@ -60,7 +60,7 @@ def read_query(model: type[_Q], query: MultiMapping[str]) -> _Q:
     Raises:
         InvalidRequest: lists unknown and repeated parameters, or else the invalid ones.
     """
-    fields = model.model_fields
+    fields = {field.alias or name: field for name, field in model.model_fields.items()}
     repeatable = {name for name, field in fields.items() if get_origin(field.annotation) is list}
     allowed = ", ".join(fields) or "none"
     problems = [

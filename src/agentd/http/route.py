@@ -44,7 +44,7 @@ OPEN_PATHS = PROBE_PATHS | {"/v1/openapi.json", "/v1/whoami"}
 
 
 class Header(msgspec.Struct, frozen=True):
-    """A request header, with the JSON schema of its value."""
+    """A header, with the JSON schema of its value."""
 
     name: str
     schema: Mapping[str, Any]
@@ -52,10 +52,11 @@ class Header(msgspec.Struct, frozen=True):
 
 
 class Media(msgspec.Struct, frozen=True):
-    """A response that is not JSON: its media type and description."""
+    """A response that is not JSON: its media type, description and headers."""
 
     type: str
     description: str
+    headers: tuple[Header, ...] = ()
 
 
 class Route(msgspec.Struct, frozen=True):

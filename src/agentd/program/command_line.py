@@ -19,6 +19,7 @@ import click
 
 from agentd.core.printable import printable
 from agentd.program.exit_status import SIGNALLED, ExitStatus
+from agentd.program.parameters import CommandGroup
 from agentd.program.standard_streams import OutputFailed, flush_output, prepare_streams
 
 MAX_SIGNALS = 3
@@ -33,7 +34,7 @@ class Signalled(BaseException):
         self.status = SIGNALLED + number
 
 
-class Program(click.Group):
+class Program(CommandGroup):
     """The commands of a program."""
 
     ending_signals: Sequence[int] = (signal.SIGINT,)

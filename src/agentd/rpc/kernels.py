@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import msgspec
 from aiohttp import web
 
@@ -18,10 +20,11 @@ from agentd.rpc import rendering
 from agentd.rpc.exec_websocket import run_exec
 from agentd.rpc.pages import page_response
 from agentd.rpc.queries import CreateQuery, DeleteQuery, LogsQuery, NodeKernelsQuery
-from agentd.rpc.requests import CreateKernelRequest, StopRequest
+from agentd.rpc.requests import CreateKernelRequest, SignalRequest, StopRequest
 from agentd.services.access import Access
 from agentd.services.kernels.exec_service import ExecService
 from agentd.services.kernels.kernel_service import KernelService
+from agentd.services.kernels.retention import EndReads
 from agentd.services.node import Node
 from agentd.services.planner import Planner
 from agentd.services.protocols import Session
@@ -41,6 +44,7 @@ class KernelHandlers:
         service: KernelService,
         execs: ExecService,
         statistics: Statistics,
+        end_reads: EndReads,
     ) -> None:
         self._site = site
         self._state, self._devices = node.state, node.devices
@@ -49,6 +53,7 @@ class KernelHandlers:
         self._service = service
         self._execs = execs
         self._statistics = statistics
+        self._end_reads = end_reads
 
     async def create_kernel(self, request: web.Request) -> web.Response:
         """Create a kernel, or return the one that the same request created before."""
@@ -102,13 +107,22 @@ class KernelHandlers:
 
     async def get_kernel(self, request: web.Request) -> web.Response:
         """Show one kernel."""
-        return json_response(self._view(self._state.kernel(request.match_info["kernel"])))
+        kernel = self._state.kernel(request.match_info["kernel"])
+        self._end_reads.note(kernel, caller_of(request))
+        return json_response(self._view(kernel))
 
     async def stop_kernel(self, request: web.Request) -> web.Response:
         """End a kernel with TERM, then KILL; it stays listed."""
         body = read_body(StopRequest, await receive_body(request))
         kernel = await self._service.stop(request.match_info["kernel"], body.timeout)
         return json_response(self._view(kernel))
+
+    async def signal_kernel(self, request: web.Request) -> web.Response:
+        """Send a signal to a kernel's first process."""
+        body = read_body(SignalRequest, await receive_body(request))
+        number = signal.Signals[f"SIG{body.signal}"]
+        await self._service.signal(request.match_info["kernel"], number)
+        return web.Response(status=204)
 
     async def delete_kernel(self, request: web.Request) -> web.Response:
         """Stop a kernel if it runs, and remove it."""
@@ -121,7 +135,8 @@ class KernelHandlers:
         kernel_id = request.match_info["kernel"]
         query = query_of(request, LogsQuery).to_log_query()
         with self._site.streams.register(request):
-            return await stream_log(request, self._service.logs(kernel_id, query))
+            async with self._service.logs(kernel_id, query) as opened:
+                return await stream_log(request, opened.position, opened.chunks)
 
     async def list_stats(self, request: web.Request) -> web.Response:
         """Show the usage of every kernel."""

@@ -2,40 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from datetime import datetime
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import BeforeValidator, Field, ValidationInfo, WithJsonSchema, field_validator
 
 from agentd.core.kernel.states import KernelState
+from agentd.core.times import parse_time_ns
 from agentd.http.bodies import AFTER, ID
 from agentd.http.queries import MAX_PAGE, MAX_TIMEOUT_S, Flag, LabelQuery, Query
 from agentd.services.protocols import LogQuery, LogStream
-
-_TIME = re.compile(
-    r"([0-9]{1,12}|[0-9-]{10}T[0-9:]{8})(?:\.([0-9]{1,9}))?(Z|[+-][0-9]{2}:[0-9]{2})?"
-)
-
-
-def _parse_nanoseconds(text: str) -> int:
-    """Return a time in nanoseconds since the epoch, the engine's own resolution."""
-    text = text.replace(" ", "+")  # a plus sign in a query means a space
-    day_or_seconds, fraction, zone = (
-        match.groups("") if (match := _TIME.fullmatch(text)) else ("", "", "")
-    )
-    try:
-        if "T" in day_or_seconds:
-            moment = datetime.fromisoformat(day_or_seconds + (zone or "Z"))
-            seconds = int(moment.timestamp())
-        else:
-            seconds = int(day_or_seconds)
-        if not zone or "T" in day_or_seconds:
-            return seconds * 10**9 + int(fraction.ljust(9, "0"))
-    except (ValueError, OverflowError):
-        pass
-    raise ValueError(f"invalid time {text!r}: expected 2026-11-21T12:00:00Z, or seconds since 1970")
-
 
 _Id = Annotated[str, Field(pattern=ID)]
 _State = Annotated[
@@ -49,7 +24,13 @@ _Tail = Annotated[
         json_schema_input_type=_Lines | Literal["all"],
     ),
 ]
-_Time = Annotated[int, BeforeValidator(_parse_nanoseconds, json_schema_input_type=str)]
+_Time = Annotated[
+    int,
+    BeforeValidator(
+        lambda text: parse_time_ns(text.replace(" ", "+")),  # a plus sign in a query is a space
+        json_schema_input_type=str,
+    ),
+]
 
 
 class NodeQuery(Query):
@@ -117,6 +98,19 @@ class LogsQuery(Query):
     stream: Literal["both", "stdout", "stderr"] | None = Field(
         None, description="Output to return."
     )
+    from_position: int | None = Field(
+        None,
+        alias="from",
+        ge=0,
+        description="Bytes since the kernel began, of this stream and form; not with tail, since.",
+    )
+
+    @field_validator("from_position")
+    @classmethod
+    def _require_one_beginning(cls, position: int | None, info: ValidationInfo) -> int | None:
+        if info.data.get("tail") is not None or info.data.get("since") is not None:
+            raise ValueError("cannot be combined with tail or since")
+        return position
 
     def to_log_query(self) -> LogQuery:
         """Return the query as the services know it."""
@@ -127,4 +121,5 @@ class LogsQuery(Query):
             since_ns=self.since or 0,
             timestamps=self.timestamps,
             streams=frozenset(LogStream if stream is None else {stream}),
+            from_position=self.from_position,
         )

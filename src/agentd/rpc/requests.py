@@ -44,6 +44,7 @@ from agentd.core.slots import (
 from agentd.http.bodies import (
     _PLATFORM,
     _TMPFS,
+    ATTEMPT,
     ID,
     MAX_ITEMS,
     MAX_NAME,
@@ -153,6 +154,10 @@ _Limits = Annotated[
 ]
 
 
+NOT_COMPARED = {"kernel_id", "attempt", "remove", "slots"}
+"""Members that do not make two requests for kernels differ; slots are compared as amounts."""
+
+
 class CreateKernelRequest(Body):
     """A kernel to create. Missing slots are zero; missing cpu and mem take their defaults."""
 
@@ -217,6 +222,12 @@ class CreateKernelRequest(Body):
     entrypoint: Command | None = Field(
         None, description="Entrypoint; an empty one removes the image's. Default: the image's."
     )
+    attempt: Annotated[str, Field(max_length=16, pattern=ATTEMPT)] | None = Field(
+        None, description="Mark of this attempt, the same in each repetition: 16 hex digits."
+    )
+    remove: bool = Field(
+        False, description="Whether the kernel is deleted once its creator has read its end."
+    )
 
     @field_validator("ulimits")
     @classmethod
@@ -267,7 +278,7 @@ class CreateKernelRequest(Body):
         A request to a fleet has no agent. cpu and mem always count, because their defaults are not
         zero. Unreadable amounts share one form: no kernel can have them, since it is refused.
         """
-        content = self.model_dump(exclude_defaults=True, exclude={"kernel_id", "slots"})
+        content = self.model_dump(exclude_defaults=True, exclude=NOT_COMPARED)
         return _hash_of(content, agent_id, _read(self.slots))
 
 
@@ -393,6 +404,16 @@ class StopRequest(Body):
 
     timeout: Annotated[float, Field(ge=0, le=86400, strict=False)] | None = Field(
         None, description="Seconds between TERM and KILL. Default: the runtime's setting."
+    )
+
+
+class SignalRequest(Body):
+    """A signal for the first process of a kernel."""
+
+    is_required: ClassVar[bool] = True
+
+    signal: Literal["INT", "TERM", "HUP", "QUIT", "USR1", "USR2", "KILL"] = Field(
+        description="Signal for the first process."
     )
 
 

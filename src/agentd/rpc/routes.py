@@ -7,6 +7,7 @@ from typing import Any
 
 from agentd.core.access import Right
 from agentd.http.route import SWITCHING_PROTOCOLS, Header, Media, Route, delete, get, post, put
+from agentd.http.streaming.streaming_responses import LOG_POSITION
 from agentd.rpc.claims import ClaimHandlers
 from agentd.rpc.devices import DeviceHandlers
 from agentd.rpc.events import EventHandlers
@@ -27,6 +28,7 @@ from agentd.rpc.requests import (
     EditsRequest,
     EngineRequest,
     RenewRequest,
+    SignalRequest,
     StopRequest,
 )
 from agentd.rpc.site import NodeSite
@@ -54,7 +56,17 @@ PREFER = Header(
     "respond-async: answer before the kernel runs (RFC 7240).",
 )
 _LAST_EVENT = Header("Last-Event-ID", {"type": "string"}, "The same.")
-LOG = Media("application/octet-stream", "The kernel's output, byte for byte.")
+LOG = Media(
+    "application/octet-stream",
+    "The kernel's output, byte for byte.",
+    headers=(
+        Header(
+            LOG_POSITION,
+            {"type": "integer", "minimum": 0},
+            "Position of the first byte: bytes since the kernel began.",
+        ),
+    ),
+)
 STREAM = Media("text/event-stream", "Server-sent events.")
 METRICS = Media("text/plain", "The Prometheus exposition format.")
 
@@ -106,6 +118,7 @@ def routes(
         get("/v1/kernels", kernels.list_kernels, list[KernelView], query=NodeKernelsQuery),
         get(kernel, kernels.get_kernel, KernelView),
         post(f"{kernel}/stop", kernels.stop_kernel, KernelView, body=StopRequest, right=use),
+        post(f"{kernel}/signal", kernels.signal_kernel, {204: None}, body=SignalRequest, right=use),
         delete(kernel, kernels.delete_kernel, query=DeleteQuery, right=use),
         get(f"{kernel}/logs", kernels.get_logs, LOG, query=LogsQuery, right=Right.OUTPUT),
         get(f"{kernel}/exec", kernels.exec_kernel, {SWITCHING_PROTOCOLS: None}, right=Right.OUTPUT),

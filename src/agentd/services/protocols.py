@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from asyncio import CancelledError
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from enum import StrEnum
 from typing import Protocol
 
@@ -180,13 +181,24 @@ class LogStream(StrEnum):
 
 
 class LogQuery(msgspec.Struct, frozen=True):
-    """A log request: the last `tail` lines since a time (ns since the epoch)."""
+    """A log request: the last `tail` lines since a time (ns since the epoch), or from a position.
+
+    A position is a number of bytes since the kernel began, of the selected streams and form.
+    """
 
     follow: bool = False
     tail: int | None = None
     since_ns: int = 0
     timestamps: bool = False
     streams: frozenset[LogStream] = frozenset(LogStream)
+    from_position: int | None = None
+
+
+class KernelLog(msgspec.Struct, frozen=True):
+    """An open log: the position of its first byte, and its bytes."""
+
+    position: int
+    chunks: AsyncGenerator[bytes]
 
 
 class Support(msgspec.Struct, frozen=True):
@@ -288,6 +300,10 @@ class Runtime(Protocol):
         """
         ...
 
+    async def signal(self, ref: KernelRef, number: int) -> bool:
+        """Send a signal to a kernel's first process; return False if that does not run."""
+        ...
+
     async def remove(self, ref: KernelRef, *, unless_alive: bool = False) -> bool:
         """Remove a kernel, running or not; removing one that does not exist succeeds.
 
@@ -344,11 +360,14 @@ class Runtime(Protocol):
         """
         ...
 
-    def logs(self, ref: KernelRef, query: LogQuery) -> AsyncGenerator[bytes]:
-        """Yield a kernel's output, byte for byte; closing the generator releases everything.
+    def logs(self, ref: KernelRef, query: LogQuery) -> AbstractAsyncContextManager[KernelLog]:
+        """Open a kernel's output, byte for byte; leaving the context releases everything.
+
+        It begins at the oldest byte that is kept, if the requested one is not, and has no gaps.
 
         Raises:
             InvalidRequest: this runtime does not keep the requested part.
+            RuntimeUnavailable: the output cannot be read; also later, and where it has a gap.
         """
         ...
 

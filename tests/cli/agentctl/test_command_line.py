@@ -1,13 +1,16 @@
 """Where the options of `agentctl` end, and the words of the caller's command begin."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import click
 import pytest
 from click.testing import CliRunner
 
+from agentd.cli.agentctl.main import agentctl
 from agentd.cli.agentctl.options import CommandLine
 
+WORDS = ["train", "--env", "a=b", "-s", "1", "--label=x", "--id", "--unknown", "-h", "--", "--help"]
+"""The words of a command, with options that agentctl has, too."""
 PARAMETERS = ("kernel", "command", "tty", "env", "workdir")
 Parsed = tuple[str, Sequence[str], bool, Sequence[str], str]
 
@@ -27,6 +30,21 @@ def with_argument(**values: object) -> None:
 @click.option("--tty", "-t", is_flag=True)
 def without_argument(command: Sequence[str], tty: bool) -> None:
     click.echo(repr((command, tty)))
+
+
+def commands(group: click.Group, path: str = "") -> Iterator[tuple[str, click.Command]]:
+    for name, command in group.commands.items():
+        yield f"{path}{name}", command
+        if isinstance(command, click.Group):
+            yield from commands(command, f"{path}{name} ")
+
+
+COMMANDS = {
+    path: command
+    for path, command in commands(agentctl)
+    if any(each.name == "command" for each in command.params)
+}
+"""The commands that end with another one."""
 
 
 def words(line: str) -> list[str]:
@@ -85,3 +103,18 @@ def test_wrong_words_are_wrong_usage(line: str, problem: str) -> None:
     done = CliRunner().invoke(with_argument, words(line))
     assert done.exit_code == 2
     assert problem.lower().replace(":", "") in done.output.lower().replace(":", "")
+
+
+@pytest.mark.parametrize("path", COMMANDS)
+def test_command_of_the_caller_has_all_its_words(path: str) -> None:
+    command = COMMANDS[path]
+    first = [each for each in command.params if isinstance(each, click.Argument)][:-1]
+    repeatable = next(each for each in command.params if getattr(each, "multiple", False))
+    for options in ([], [repeatable.opts[-1], "a=b"]):
+        front = [*options, *(str(each.name) for each in first), *options]
+        context = command.make_context(path, [*front, *WORDS])
+        assert [*context.params["command"]] == WORDS
+
+
+def test_commands_that_end_with_another_are_known() -> None:
+    assert sorted(COMMANDS) == ["claim", "create", "exec", "fleet create", "fleet exec", "run"]

@@ -22,9 +22,9 @@ from agentd.program.boot_id import boot_id
 from agentd.runtimes.process import kernel_processes
 from agentd.runtimes.process.bundle import Bundle, ShimIdentity
 from agentd.runtimes.process.runtime import ProcessRuntime
-from agentd.services.protocols import LogQuery
 from contracts.test_runtime import NODE, process_runtime
 from runtimes.process.rig import K1, bundle, command, create, found, is_running, shim
+from support.logs import read_log
 from support.waiting import until
 
 CGROUPS = [pytest.param(True, marks=pytest.mark.needs("cgroups"), id="cgroups"), False]
@@ -70,7 +70,7 @@ async def printed_pid(runtime: ProcessRuntime) -> Proc:
     """Return the process whose pid the kernel has printed."""
 
     async def log() -> bytes:
-        return b"".join([part async for part in runtime.logs(K1, LogQuery())])
+        return (await read_log(runtime, K1))[1]
 
     pid = int(await until(log, lambda text: text.endswith(b"\n")))
     stat = read_stat(pid)
@@ -101,7 +101,7 @@ async def test_moved_bundle_keeps_log_and_exit_status(folder: Path, has_cgroups:
     go.touch()
     kernel = await until(lambda: found(after), lambda k: k.state is ObservedState.EXITED)
     assert (kernel.ending.exit_code, kernel.ending.reason) == (7, "")
-    log = b"".join([part async for part in after.logs(K1, LogQuery())])
+    log = (await read_log(after, K1))[1]
     assert (len(log), log[-6:]) == (150004, b"y\nend\n")
     await after.remove(K1)
     await after.close()

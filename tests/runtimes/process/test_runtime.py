@@ -162,7 +162,8 @@ async def test_processes_are_limited(runtime) -> None:
     script = "for i in $(seq 50); do sleep 1000 & done; wait"
     await create(runtime, "sh", "-c", script, options={"pids_limit": 10})
     async with asyncio.timeout(20):
-        await anext(runtime.logs(K1, LogQuery(follow=True)))  # the shell complains
+        async with runtime.logs(K1, LogQuery(follow=True)) as log:
+            await anext(log.chunks)  # the shell complains
     assert len(runtime._bundles.kernel_processes("k1").members()) <= 10
     spec = plan("sleep", options={"pids_limit": 5000}).spec
     (problem,) = await runtime.validate_spec(spec)

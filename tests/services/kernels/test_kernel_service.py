@@ -114,6 +114,78 @@ async def test_the_same_request_joins_the_create_under_way(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize(
+    ("first", "again", "is_same"),
+    [("a", "a", True), ("a", "", True), ("", "", True), ("a", "b", False), ("", "b", False)],
+    ids=["repetition", "unmarked-repetition", "both-unmarked", "another", "first-unmarked"],
+)
+@pytest.mark.parametrize("restarts", [False, True], ids=["", "after-a-restart"])
+async def test_create_of_a_known_id_depends_on_the_attempt(
+    rig: Rig, first: str, again: str, is_same: bool, restarts: bool
+) -> None:
+    made, _ = await rig.service.create(replace(rig.spec(), attempt=first))
+    if restarts:
+        after = Rig(rig.memory)
+        after.runtime.kernels = rig.runtime.kernels
+        after.recall()
+        await after.relist()
+        rig = after
+    spec = replace(rig.spec(), attempt=again)
+    if is_same:
+        assert await rig.service.create(spec) == (rig.state.kernel("k1"), False)
+        assert rig.state.kernel("k1").handle == made.handle
+        return
+    for create in (rig.service.create(spec), rig.service.create(spec, wait=False)):
+        with pytest.raises(KernelConflict, match="another attempt created it; use another id, or"):
+            await create
+    with pytest.raises(KernelConflict, match="another attempt"):
+        rig.service.find_existing(spec)
+
+
+async def test_attempts_of_an_id_compete_while_one_is_created(rig: Rig) -> None:
+    rig.runtime.gate = asyncio.Event()
+    create = asyncio.create_task(rig.service.create(replace(rig.spec(), attempt="a")))
+    await settled(rig, "k1", "creating")
+    with pytest.raises(KernelConflict, match="another attempt"):
+        await rig.service.create(replace(rig.spec(), attempt="b"))
+    joined = asyncio.create_task(rig.service.create(replace(rig.spec(), attempt="a")))
+    rig.runtime.gate.set()
+    assert [is_new for _, is_new in await asyncio.gather(create, joined)] == [True, False]
+
+
+async def test_signal_is_for_kernels_that_run(rig: Rig) -> None:
+    rig.runtime.gate = asyncio.Event()
+    create = asyncio.create_task(rig.service.create(rig.spec()))
+    await settled(rig, "k1", "creating")
+    with pytest.raises(KernelConflict, match="k1 is creating, expected running"):
+        await rig.service.signal("k1", 10)
+    rig.runtime.gate.set()
+    await create
+    await rig.service.signal("k1", 10)
+    with pytest.raises(KernelConflict, match="the first process of kernel k1 does not run"):
+        await rig.service.signal("k1", 10)  # its end was not observed yet
+    await rig.relist()
+    assert rig.state.kernel("k1").ending.exit_code == 138
+    with pytest.raises(KernelConflict, match="k1 is terminated"):
+        await rig.service.signal("k1", 10)
+
+
+async def test_signal_does_not_wait_for_a_stop(rig: Rig) -> None:
+    await rig.create()
+    stopping, ended = asyncio.Event(), asyncio.Event()
+
+    async def stop(ref: KernelRef, timeout_s: float | None) -> None:
+        stopping.set()
+        await ended.wait()
+
+    rig.runtime.stop = stop
+    slow = asyncio.create_task(rig.service.stop("k1", 3600))
+    await stopping.wait()
+    await rig.service.signal("k1", 9)
+    ended.set()
+    assert (await slow).ending.exit_code == 137
+
+
+@pytest.mark.parametrize(
     ("change", "error"),
     [
         ({"agent": "nobody"}, UnknownAgent),

@@ -5,12 +5,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from agentd.core.access import Caller, Role
 from agentd.core.kernel.record import encode
 from agentd.core.kernel.states import Ending, Kernel, KernelState
 from agentd.errors import RuntimeUnavailable, StateUnavailable
 from agentd.events import EventLog
 from agentd.services.kernels import retention
-from agentd.services.kernels.retention import Retention
+from agentd.services.kernels.retention import REMOVE_DELAY_S, EndReads, Retention
 from agentd.services.state import NodeState
 from support.waiting import until
 
@@ -38,7 +39,7 @@ async def test_the_oldest_ended_kernels_go_first_and_living_ones_never() -> None
     state.put_kernel(Kernel("lives", "agent-1", KernelState.RUNNING, "hash", 0.0, "any"))
     for name, at in (("third", 3.0), ("first", 1.0), ("stuck", 0.5), ("second", 2.0)):
         state.put_kernel(ended(name, at))
-    keeper = Retention(state, service, 2, now=NOW)
+    keeper = Retention(state, service, 2, EndReads(lambda: 0.0), now=NOW)
     running = asyncio.create_task(keeper.run())
     await asyncio.sleep(0)
     await asyncio.sleep(0)
@@ -72,7 +73,8 @@ async def test_a_wrong_clock_prunes_nothing_that_just_ended(
 
     for name, at in before_start.items():
         state.put_kernel(ended(name, at))
-    keeper = Retention(state, SimpleNamespace(remove=remove), 2, now=NOW)  # type: ignore[arg-type]
+    service: Any = SimpleNamespace(remove=remove)
+    keeper = Retention(state, service, 2, EndReads(lambda: 0.0), now=NOW)
     await keeper.prune()
     for name, at in observed.items():
         state.put_kernel(ended(name, at))
@@ -87,7 +89,8 @@ async def test_retention_bounds_the_bytes_of_ended_kernels(monkeypatch: Any) -> 
     async def remove(kernel_id: str, *, expected: Kernel) -> None:
         state.drop_kernel(expected.kernel_id)
 
-    keeper = Retention(state, SimpleNamespace(remove=remove), 9, now=NOW)  # type: ignore[arg-type]
+    service: Any = SimpleNamespace(remove=remove)
+    keeper = Retention(state, service, 9, EndReads(lambda: 0.0), now=NOW)
     size = len(encode(ended("k1", 1.0), ""))
     monkeypatch.setattr(retention, "MAX_ENDED_BYTES", 2 * size)
     for number in (2, 1):
@@ -114,9 +117,115 @@ async def test_failed_removal_is_repeated_without_an_end(monkeypatch: Any) -> No
             raise failures.pop()
         state.drop_kernel(expected.kernel_id)
 
-    keeper = Retention(state, SimpleNamespace(remove=remove), 1, now=9.0)  # type: ignore[arg-type]
+    service: Any = SimpleNamespace(remove=remove)
+    keeper = Retention(state, service, 1, EndReads(lambda: 0.0), now=9.0)
     for number in (1, 2):
         state.put_kernel(ended(f"k{number}", float(number)))
     running = asyncio.create_task(keeper.run())
     await until(lambda: list(state.kernels), ["k2"])
     running.cancel()
+
+
+CREATOR = Caller("team-a", Role.AGENT, frozenset({"agent-1"}), uid=1000)
+MARKED = replace(ended("k1", 1.0), removes=True, created_by="team-a", creator_uid=1000)
+LISTED, REMOVED = ["k1"], []
+
+
+@pytest.mark.parametrize(
+    ("kernel", "reader", "left"),
+    [
+        (MARKED, CREATOR, REMOVED),
+        (replace(MARKED, state=KernelState.FAILED), CREATOR, REMOVED),
+        (replace(MARKED, creator_uid=None), replace(CREATOR, uid=None), REMOVED),
+        (MARKED, None, LISTED),
+        (replace(MARKED, removes=False), CREATOR, LISTED),
+        (replace(MARKED, state=KernelState.STOPPING), CREATOR, LISTED),
+        (MARKED, replace(CREATOR, name="team-b"), LISTED),
+        (MARKED, replace(CREATOR, uid=1001), LISTED),
+        (MARKED, replace(CREATOR, uid=None), LISTED),
+    ],
+    ids=[
+        "creator", "failed", "over-tcp", "nobody", "not-wanted", "still-running", "another-caller",
+        "another-user", "same-name-over-tcp",
+    ],
+)  # fmt: skip
+async def test_kernel_with_remove_goes_after_its_end_was_read(
+    kernel: Kernel, reader: Caller | None, left: list[str]
+) -> None:
+    state, clock = NodeState(["any"], EventLog()), [0.0]
+    reads = EndReads(lambda: clock[0])
+
+    async def remove(kernel_id: str, *, expected: Kernel) -> None:
+        state.drop_kernel(expected.kernel_id)
+
+    service: Any = SimpleNamespace(remove=remove)
+    state.put_kernel(kernel)
+    keeper = Retention(state, service, 9, reads, now=NOW)
+    if reader is not None:
+        reads.note(kernel, reader)
+    clock[0] = REMOVE_DELAY_S - 0.1
+    await keeper.prune()
+    assert list(state.kernels) == LISTED
+    if reader is not None:
+        reads.note(kernel, reader)  # a second reading does not put it off
+    clock[0] = REMOVE_DELAY_S
+    await keeper.prune()
+    assert list(state.kernels) == left
+
+
+@pytest.mark.parametrize("change", ["runs-again", "replaced"])
+async def test_a_read_end_does_not_count_for_a_later_one(change: str) -> None:
+    state, clock = NodeState(["any"], EventLog()), [0.0]
+    reads = EndReads(lambda: clock[0])
+
+    async def remove(kernel_id: str, *, expected: Kernel) -> None:
+        state.drop_kernel(expected.kernel_id)
+
+    service: Any = SimpleNamespace(remove=remove)
+    keeper = Retention(state, service, 9, reads, now=NOW)
+    state.put_kernel(MARKED)
+    reads.note(MARKED, CREATOR)
+    if change == "replaced":
+        state.drop_kernel("k1")
+    state.put_kernel(replace(MARKED, state=KernelState.RUNNING))
+    state.put_kernel(MARKED)
+    clock[0] = 2 * REMOVE_DELAY_S
+    await keeper.prune()
+    assert list(state.kernels) == LISTED
+    reads.note(MARKED, CREATOR)
+    clock[0] = 3 * REMOVE_DELAY_S
+    await keeper.prune()
+    assert list(state.kernels) == REMOVED
+
+
+async def test_a_due_removal_is_waited_for_and_repeated(monkeypatch: Any) -> None:
+    monkeypatch.setattr(retention, "RETRY_PAUSE_S", 0.01)
+    monkeypatch.setattr(retention, "REMOVE_DELAY_S", 0.01)
+    state, failures = NodeState(["any"], EventLog()), [RuntimeUnavailable("down")] * 2
+    reads = EndReads(asyncio.get_running_loop().time)
+
+    async def remove(kernel_id: str, *, expected: Kernel) -> None:
+        if failures:
+            raise failures.pop()
+        state.drop_kernel(expected.kernel_id)
+
+    service: Any = SimpleNamespace(remove=remove)
+    state.put_kernel(MARKED)
+    running = asyncio.create_task(Retention(state, service, 9, reads, now=NOW).run())
+    await asyncio.sleep(0)
+    reads.note(MARKED, CREATOR)
+    await until(lambda: list(state.kernels), REMOVED)
+    running.cancel()
+
+
+def test_next_removal_is_the_earliest_that_is_not_overdue() -> None:
+    clock = [0.0]
+    reads = EndReads(lambda: clock[0])
+    assert reads.next_s(60.0) == 60.0
+    for at in (0.0, 4.0):
+        clock[0] = at
+        reads.note(replace(MARKED, kernel_id=f"k{at}"), CREATOR)
+    assert reads.next_s(60.0) == REMOVE_DELAY_S - 4
+    clock[0] = REMOVE_DELAY_S + 1
+    assert reads.next_s(60.0) == 3.0
+    assert [reads.is_due(f"k{at}") for at in (0.0, 4.0)] == [True, False]

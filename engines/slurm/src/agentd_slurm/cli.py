@@ -10,11 +10,12 @@ from pathlib import Path
 import click
 
 from agentd.client import Client
+from agentd.program.parameters import CommandGroup
 
 FAILED = 1
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 @click.option("--socket", metavar="PATH", help="Unix socket of agentd.")
 @click.option("--map", "map_file", metavar="FILE", help="Map of Slurm's GPUs to devices.")
 def agentd_slurm(socket: str | None, map_file: str | None) -> None:
@@ -98,7 +99,7 @@ def doctor(node: str | None, *, as_json: bool) -> None:
     sys.exit(0 if all(check.passed for check in slurm_checks) else FAILED)
 
 
-@click.group("slurm")
+@click.group("slurm", cls=CommandGroup)
 def agentctl_slurm() -> None:
     """Print Slurm's settings for a node."""
 

@@ -35,7 +35,7 @@ from agentd.http.queries import prefers_async, query_of, receive_body
 from agentd.http.responses import json_response
 from agentd.http.site import Site
 from agentd.rpc.queries import CreateQuery
-from agentd.rpc.requests import StopRequest
+from agentd.rpc.requests import SignalRequest, StopRequest
 from agentd_fleet.gateway import views
 from agentd_fleet.gateway.lists import FleetLists
 from agentd_fleet.gateway.metrics import GatewayCounts, fleet_metrics
@@ -249,6 +249,13 @@ class Gateway(Site):
         location = await self._locate(request)
         return await self._call_node(request, location, "POST", "stop", body=body)
 
+    async def signal_kernel(self, request: web.Request) -> web.Response:
+        """Send a signal to a kernel's first process."""
+        body = await receive_body(request)
+        read_body(SignalRequest, body)
+        location = await self._locate(request)
+        return await self._call_node(request, location, "POST", "signal", body=body)
+
     async def delete_kernel(self, request: web.Request) -> web.Response:
         """Stop a kernel if it runs, and remove it."""
         caller, kernel_id = caller_of(request), request.match_info["kernel"]
@@ -309,8 +316,8 @@ class Gateway(Site):
         return json_response(content, headers=headers)
 
     def _kernel_response(self, node_answer: NodeAnswer, node_id: str) -> web.Response:
-        """Return a node's answer with the node id added; a problem is unchanged."""
-        if node_answer.is_error:
+        """Return a node's answer with the node id added; an empty one or a problem is unchanged."""
+        if node_answer.is_error or not node_answer.body:
             return self._node_response(node_answer)
         kernel = {**node_answer.content(), "node_id": node_id}
         return self._with_revision(json_response(kernel, node_answer.status))

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from agentd.core.access import Right
 from agentd.http.route import SWITCHING_PROTOCOLS, Handler, Route, delete, get, post
 from agentd.rpc.queries import CreateQuery
-from agentd.rpc.requests import StopRequest
+from agentd.rpc.requests import SignalRequest, StopRequest
 from agentd.rpc.routes import LOG, METRICS, PREFER
 from agentd.rpc.routes import ROUTES as NODE_ROUTES
 from agentd.views import CallerView, SlotTypeView
@@ -86,6 +86,14 @@ def routes(site: Gateway | type[Gateway]) -> Sequence[Route]:
             _KERNEL,
             query=KernelQuery,
             body=StopRequest,
+            right=use,
+        ),
+        post(
+            f"{kernel}/signal",
+            site.signal_kernel,
+            {204: None},
+            query=KernelQuery,
+            body=SignalRequest,
             right=use,
         ),
         delete(kernel, site.delete_kernel, query=FleetDeleteQuery, right=use),

@@ -12,6 +12,7 @@ import click
 
 from agentd.cli.agentctl import completion
 from agentd.cli.agentctl.options import (
+    CommandLine,
     device_cell,
     device_option,
     given_members,
@@ -31,7 +32,7 @@ _SCOPE = "AGENTCTL_SCOPE"
 CLAIM_COLUMNS = ["claim", "agent", "state", "slots", "devices", "holder", "age"]
 
 
-@click.command(context_settings={"ignore_unknown_options": True})
+@click.command(cls=CommandLine)
 @click.argument("agent", shell_complete=completion.agents)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.option("--id", "claim_id", help="Id of the claim. Default: a generated one.")
@@ -52,8 +53,9 @@ def claim(
 ) -> None:
     """Run a command on claimed devices.
 
-    COMMAND replaces this process and finds its devices in its environment. The claim ends with the
-    process; with --scope, with the last process that it started.
+    Options end at the first word of COMMAND, which replaces this process and finds its devices in
+    its environment. The claim ends with the process; with --scope, with the last process that it
+    started.
 
     Exit status: the command's; 1 the claim was refused, 127 the command cannot be executed.
 

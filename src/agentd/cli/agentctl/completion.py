@@ -1,4 +1,4 @@
-"""Completion of names in a shell, from the live node; without an answer there are none."""
+"""Completion of names in a shell, from the live daemon; without an answer there are none."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import click
 from click.shell_completion import CompletionItem
 
-from agentd.cli.agentctl.options import socket_of, token_of
+from agentd.cli.agentctl.options import client_of
 from agentd.client import Client
 from agentd.errors import AgentdError
 
@@ -20,13 +20,10 @@ def _completer(read_names: Callable[[Client], Iterable[str]]) -> Completer:
         context: click.Context, parameter: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
         del parameter
-        options = context.find_root().params
+        is_of_fleet = context.command_path.split()[1:2] == ["fleet"]
         try:
-            socket = options.get("socket_path") or socket_of(options.get("config"))
-            token = token_of(options.get("token_file"))
-            url = options.get("url")
-            node = Client(socket, url=url, token=token, timeout_s=TIMEOUT_S, retry_s=0)
-            names = read_names(node)
+            client = client_of(context.find_root(), is_of_fleet=is_of_fleet, timeout_s=TIMEOUT_S)
+            names = read_names(client)
             return [CompletionItem(name) for name in names if name.startswith(incomplete)]
         except (AgentdError, click.ClickException):
             return []

@@ -6,12 +6,14 @@ import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from copy import copy
+from functools import partial
 from typing import Any
 
 import click
 
 from agentd.cli.agentctl.create import (
     async_option,
+    create_repeatedly,
     given_devices,
     kernel_body,
     kernel_options,
@@ -23,6 +25,7 @@ from agentd.cli.agentctl.follow import logs, rm
 from agentd.cli.agentctl.options import (
     KERNEL_COLUMNS,
     WIDE_KERNEL_COLUMNS,
+    CommandLine,
     RpcGroup,
     alias_of,
     device_row,
@@ -40,7 +43,6 @@ from agentd.client.paths import api_path
 from agentd.errors import AgentdError
 from agentd.views import KernelUseView
 
-GATEWAY = "unix:/run/agentd-fleet/gateway.sock"
 _KERNEL_COLUMNS = ["kernel", "node", *KERNEL_COLUMNS[1:]]
 _NODE_COLUMNS = ["node", "state", "agents", "free", "labels", "age", "reason"]
 _WIDE_NODE_COLUMNS = ["url", "generation", "conflicting", "seen_at", "cordon"]
@@ -194,7 +196,7 @@ def devices(client: Client, node: Sequence[str]) -> None:
     print_answer(rows, columns, device_row)
 
 
-@fleet_group.command(context_settings={"ignore_unknown_options": True})
+@fleet_group.command(cls=CommandLine)
 @kernel_options
 @async_option
 @click.option("--node", multiple=True, help="Only on this node; may be repeated.")
@@ -208,7 +210,7 @@ def devices(client: Client, node: Sequence[str]) -> None:
 def create(client: Client, /, **options: Any) -> None:
     """Create a kernel on a node with room.
 
-    The kernel runs COMMAND, which follows "--".
+    The kernel runs COMMAND; options end at its first word.
 
     \b
     agentctl --fleet https://gateway:7001 create -s cuda.device=2 -- python train.py
@@ -233,7 +235,10 @@ def create(client: Client, /, **options: Any) -> None:
         )
         return client.execute(call, timeout_s=CREATE_TIMEOUT_S)
 
-    content = create_placed(body) if is_dry else with_progress(client, body, create_placed)
+    def create_once_placed(body: Mapping[str, Any]) -> dict[str, Any]:
+        return create_repeatedly(partial(create_placed, body), body["kernel_id"])
+
+    content = create_placed(body) if is_dry else with_progress(client, body, create_once_placed)
     if not is_dry:
         print_answer(content, _KERNEL_COLUMNS, _fleet_kernel_row, wide=WIDE_KERNEL_COLUMNS)
     elif not print_data(content, given_devices(content)):

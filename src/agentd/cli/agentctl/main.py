@@ -6,12 +6,10 @@ Standard output has the answer and nothing else; errors and progress go to stand
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from agentd import __version__
 from agentd.cli.agentctl import completion
@@ -28,7 +26,7 @@ from agentd.cli.agentctl.doctor import (
     print_named_claims,
 )
 from agentd.cli.agentctl.exec import exec_in_kernel
-from agentd.cli.agentctl.fleet import GATEWAY, fleet_group
+from agentd.cli.agentctl.fleet import fleet_group
 from agentd.cli.agentctl.follow import logs, rm, stop, wait
 from agentd.cli.agentctl.options import (
     KERNEL_COLUMNS,
@@ -36,22 +34,24 @@ from agentd.cli.agentctl.options import (
     RpcGroup,
     RpcProblem,
     alias_of,
+    chosen_address,
+    client_of,
     device_row,
     event_line,
     event_subject,
     for_each,
     kernel_row,
     pairs,
+    print_outage,
     quiet_option,
-    socket_of,
     suggesting_agents,
     suggestion,
-    token_of,
 )
 from agentd.cli.agentctl.run import run
 from agentd.cli.agentctl.stats import stats, top
 from agentd.cli.agentctl.token import token
 from agentd.cli.agentctl.ui import ui
+from agentd.cli.option_types import fleet_address, node_address
 from agentd.cli.output import (
     client_command,
     encode,
@@ -66,20 +66,22 @@ from agentd.cli.output import (
 from agentd.client import Client
 from agentd.core.hardware_names import normal_name, normal_names
 from agentd.errors import AgentdError
+from agentd.program.parameters import FilePath
 from agentd.views import KernelView
 
 PLUGIN_COLUMNS = ["name", "plugin", "state", "slots", "reason"]
 
 
-AT_A_GATEWAY = ("fleet", "inspect", "stop", "token", "wait", "whoami")
+AT_A_GATEWAY = ("fleet", "inspect", "signal", "stop", "token", "wait", "whoami")
 """Commands of a node that are the same at a gateway."""
+SIGNALS = ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2", "KILL")
 
 
 class NodeOrFleet(RpcGroup):
     """The commands of a node; with `--fleet`, the commands of a fleet with the same names."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        if fleet_of(ctx) is None:
+        if not is_for_fleet(ctx):
             return sorted({*super().list_commands(ctx), *added_commands()})
         return sorted({*fleet_group.commands, *AT_A_GATEWAY})
 
@@ -87,7 +89,7 @@ class NodeOrFleet(RpcGroup):
         of_node = super().get_command(ctx, cmd_name)
         if of_node is None:
             of_node = added_command(cmd_name)
-        if fleet_of(ctx) is None or cmd_name in AT_A_GATEWAY:
+        if not is_for_fleet(ctx) or cmd_name in AT_A_GATEWAY:
             return of_node
         of_fleet = fleet_group.get_command(ctx, cmd_name)
         if of_fleet is None and of_node is not None:
@@ -98,17 +100,9 @@ class NodeOrFleet(RpcGroup):
         return of_fleet
 
 
-def fleet_of(context: click.Context) -> str | None:
-    """Return the gateway that a command line addresses; None for a node.
-
-    A node named by an option takes precedence over a fleet named by the environment.
-    """
-    options = context.params
-    address: str | None = options.get("fleet_address")
-    if options.get("socket_path") or options.get("url"):
-        source = context.get_parameter_source("fleet_address")
-        return address if source is ParameterSource.COMMANDLINE else None
-    return address
+def is_for_fleet(context: click.Context) -> bool:
+    """Return whether a command line addresses a gateway."""
+    return chosen_address(context) == "fleet_address"
 
 
 @click.group(cls=NodeOrFleet)
@@ -126,6 +120,8 @@ def fleet_of(context: click.Context) -> str | None:
     "--url",
     is_eager=True,
     envvar="AGENTD_URL",
+    type=node_address,
+    metavar="ADDRESS",
     help="Address of the node, such as http://127.0.0.1:6001.",
 )
 @click.option(
@@ -133,6 +129,7 @@ def fleet_of(context: click.Context) -> str | None:
     "fleet_address",
     is_eager=True,  # before --help, which lists the commands of a fleet
     envvar="AGENTCTL_FLEET",
+    type=fleet_address,
     metavar="ADDRESS",
     help="Gateway of a fleet: unix:PATH or https://HOST:7001.",
 )
@@ -140,8 +137,8 @@ def fleet_of(context: click.Context) -> str | None:
     "--token-file",
     envvar="AGENTD_TOKEN_FILE",
     metavar="FILE",
-    type=click.Path(),
-    help="Token for --url, or --fleet.",
+    type=FilePath(),
+    help="Token for --url, or --fleet over TCP.",
 )
 @click.pass_context
 def agentctl(
@@ -156,14 +153,9 @@ def agentctl(
 
     Exit status: 0 done, 1 refused or unreachable, 2 wrong usage.
     """
-    token, gateway = token_of(token_file), fleet_of(context)
-    if context.invoked_subcommand == fleet_group.name:
-        gateway = fleet_address or GATEWAY
-    if gateway is not None:
-        path = gateway.removeprefix("unix:") if gateway.startswith("unix:") else None
-        context.obj = Client(path, url=None if path else gateway, token=token, retry_s=0)
-        return
-    context.obj = Client(socket_path or socket_of(config), url=url, token=token, retry_s=0)
+    del socket_path, config, url, fleet_address, token_file
+    is_of_fleet = context.invoked_subcommand == fleet_group.name
+    context.obj = client_of(context, is_of_fleet=is_of_fleet)
 
 
 @agentctl.command()
@@ -294,24 +286,52 @@ def inspect(client: Client, kernels: Sequence[str]) -> None:
     sys.exit(failed)
 
 
+@agentctl.command("signal")
+@click.argument("kernel", shell_complete=completion.kernels)
+@click.argument("signal", default="TERM", type=click.Choice(SIGNALS, case_sensitive=False))
+@click.pass_obj
+def signal_kernel(client: Client, kernel: str, signal: str) -> None:
+    """Send a signal to a kernel's first process.
+
+    SIGNAL is INT, TERM, HUP, QUIT, USR1, USR2 or KILL; default: TERM. In a container without
+    --init, it has an effect only if the command handles it, or if it is KILL. "agentctl stop" also
+    kills what does not end.
+
+    Exit status: 0 sent, 1 the kernel does not run, refused or unreachable.
+    """
+    client.signal_kernel(kernel, signal)
+
+
 @agentctl.command()
+@click.option("--after", metavar="ID", help="Begin after the event with this id.")
 @client_command
-def events(client: Client) -> None:
+def events(client: Client, after: str | None) -> None:
     """Print events of the node as they occur.
 
     Each line has the local time, the event, its agent, state, exit code and caller. "-o json"
-    prints one object per line, and "-o yaml" one document per event.
+    prints one object per line, and "-o yaml" one document per event: their "id" is the ID of
+    "--after". An agentd that restarts is waited for. An event "reset" says that events were missed.
+
+    Exit status: 1 refused or unreachable, 130 Ctrl-C.
     """
-    for event in client.events():
-        content = {"event": event.kind, "data": event.data}
+    for event in client.events(after=after, on_outage=print_outage):
         if is_data():
-            form = output_format()
+            head = {"id": event.id, "at": event.at or None, "event": event.kind}
+            content, form = {**head, "data": event.data}, output_format()
             lead = "---\n" if form == "yaml" else ""
             click.echo(lead + encode(content, form, indent=None))
         elif output_format() == "name":
             print_text(event_subject(event.data))
         else:
-            print_text(f"{time.strftime('%H:%M:%S')} {event_line(event.kind, event.data)}")
+            print_text(f"{_local_time(event.at)} {event_line(event.kind, event.data)}")
+
+
+def _local_time(text: str) -> str:
+    """Return an RFC 3339 time as one of the caller's day; the present without one."""
+    from datetime import UTC, datetime
+
+    at = datetime.fromisoformat(text) if text else datetime.now(UTC)
+    return at.astimezone().strftime("%H:%M:%S")
 
 
 @agentctl.command()

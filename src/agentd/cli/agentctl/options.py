@@ -18,6 +18,7 @@ from typing import Any, NoReturn, TypeVar
 import click
 from click.core import ParameterSource
 
+from agentd.cli.option_types import UNIX
 from agentd.cli.output import (
     DATA_FORMATS,
     CommandError,
@@ -29,11 +30,12 @@ from agentd.cli.output import (
     print_text,
 )
 from agentd.client import Client
-from agentd.client.defaults import DEFAULT_SOCKET
+from agentd.client.defaults import DEFAULT_SOCKET, TIMEOUT_S
 from agentd.core.names import did_you_mean
 from agentd.errors import (
     AgentdError,
     CommandNotFound,
+    Unavailable,
     UnknownAgent,
     Unreachable,
     UnsupportedResource,
@@ -46,6 +48,11 @@ from agentd.tomlfile.regular_files import UnusableFile, read_regular
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 DEFAULT_CONFIG = "/etc/agentd/agent.toml"
+GATEWAY = "unix:/run/agentd-fleet/gateway.sock"
+_ADDRESSES = {
+    "url": "--url", "socket_path": "--socket", "config": "--config", "fleet_address": "--fleet",
+}  # fmt: skip
+"""The options that name a daemon; in the environment, an earlier one takes precedence."""
 IF_UNREACHABLE = (
     "see whether the daemon runs: systemctl status agentd.socket agentd.service",
     "start both: systemctl start agentd.socket agentd.service",
@@ -78,10 +85,18 @@ class RpcProblem(CommandError):
             super().show(file)
 
 
+def print_outage(error: AgentdError) -> None:
+    """Print that a follower waits for an answer; once for each outage."""
+    fact = " ".join(f"{error.code}: {error}".split())
+    print_text(f"agentctl: {fact}; trying again until it answers", err=True)
+
+
 def _remedies(error: AgentdError) -> Iterator[str]:
     """Yield one line for each thing that may help."""
     if isinstance(error, Unreachable) and is_booted():
         yield from IF_UNREACHABLE
+    if isinstance(error, Unavailable) and (kernel_id := error.content.get("kernel_id")):
+        yield f"see whether it exists: agentctl inspect {kernel_id}"
     if isinstance(error, UnsupportedResource):
         for slot in getattr(error, "slots", ()):
             yield from suggestion(str(slot), map(str, getattr(error, "known", ())))
@@ -207,7 +222,7 @@ def pairs(values: Sequence[str]) -> dict[str, str]:
     pairs = {}
     for value in values:
         name, found, rest = value.partition("=")
-        if not found:
+        if not name or not found:
             raise click.UsageError(f"invalid value {value!r}: expected NAME=VALUE")
         if name in pairs:
             raise click.UsageError(f"duplicate name {name}")
@@ -265,56 +280,55 @@ def given_members(options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+_MOUNT = re.compile(r"([^:]+):([^:]+)(?::(ro|rw))?")
+_PORT = re.compile(r"(?:([0-9]{1,5}):)?([0-9]{1,5})(?:/([A-Za-z]+))?")
+_TMPFS = re.compile(r"([^:]+)(?::([^:]+))?")
+_ULIMIT = re.compile(r"(-?[0-9]{1,19})(?::(-?[0-9]{1,19}))?")
+
+
+def _match(form: re.Pattern[str], value: str, expected: str, whole: str = "") -> Sequence[str]:
+    """Return the parts of a value; those that it does not have are empty.
+
+    Raises:
+        UsageError: the value has another form; a part before or after a colon may not be empty.
+    """
+    match = form.fullmatch(value)
+    if match is None:
+        raise click.UsageError(f"invalid value {(whole or value)!r}: expected {expected}")
+    return match.groups("")
+
+
 def mounts(values: Sequence[str]) -> list[dict[str, Any]]:
     """Read SOURCE:TARGET[:ro|:rw]."""
-    mounts = []
-    for value in values:
-        source, _, rest = value.partition(":")
-        target, _, mode = rest.partition(":")
-        if not target or mode not in ("", "ro", "rw"):
-            raise click.UsageError(f"invalid mount {value!r}: expected SOURCE:TARGET[:ro|:rw]")
-        mounts.append({"source": source, "target": target, "read_only": mode != "rw"})
-    return mounts
+    parts = [_match(_MOUNT, value, "SOURCE:TARGET[:ro|:rw]") for value in values]
+    return [{"source": s, "target": t, "read_only": mode != "rw"} for s, t, mode in parts]
 
 
 def ports(values: Sequence[str]) -> list[dict[str, Any]]:
     """Read [HOST:]CONTAINER[/udp]."""
-    ports = []
-    for value in values:
-        address, _, protocol = value.partition("/")
-        host, _, container = address.rpartition(":")
-        try:
-            port: dict[str, Any] = {"container": int(container), "protocol": protocol or "tcp"}
-            if host:
-                port["host"] = int(host)
-        except ValueError:
-            raise click.UsageError(
-                f"invalid port {value!r}: expected [HOST:]CONTAINER[/udp]"
-            ) from None
-        ports.append(port)
-    return ports
+    parts = [_match(_PORT, value, "[HOST:]CONTAINER[/udp]") for value in values]
+    return [
+        {
+            "container": int(container),
+            "protocol": protocol or "tcp",
+            **({"host": int(host)} if host else {}),
+        }
+        for host, container, protocol in parts
+    ]
 
 
 def tmpfs(values: Sequence[str]) -> list[dict[str, Any]]:
     """Read TARGET[:SIZE]."""
-    folders = []
-    for value in values:
-        target, _, size = value.partition(":")
-        folders.append({"target": target, **({"size": size} if size else {})})
-    return folders
+    parts = [_match(_TMPFS, value, "TARGET[:SIZE]") for value in values]
+    return [{"target": target, **({"size": size} if size else {})} for target, size in parts]
 
 
 def ulimits(values: Sequence[str]) -> dict[str, Any]:
     """Read NAME=SOFT[:HARD]."""
     limits: dict[str, Any] = {}
     for name, value in pairs(values).items():
-        soft, _, hard = value.partition(":")
-        try:
-            limits[name] = {"soft": int(soft), "hard": int(hard or soft)}
-        except ValueError:
-            raise click.UsageError(
-                f"invalid ulimit {name}={value}: expected NAME=SOFT[:HARD]"
-            ) from None
+        soft, hard = _match(_ULIMIT, value, "NAME=SOFT[:HARD]", f"{name}={value}")
+        limits[name] = {"soft": int(soft), "hard": int(hard or soft)}
     return limits
 
 
@@ -440,8 +454,53 @@ def event_subject(content: Mapping[str, Any]) -> str:
     return str(next(filter(None, names), ""))
 
 
-def token_of(file: str | None) -> str | None:
-    """Return the token in a file; None without a file."""
+def chosen_address(root: click.Context) -> str | None:
+    """Return the parameter of `agentctl` that names the daemon; None for the default one.
+
+    One on the command line takes precedence over the environment.
+
+    Raises:
+        UsageError: there are several on the command line.
+    """
+    given = [name for name in _ADDRESSES if root.params.get(name)]
+    named = [name for name in given if _is_on_command_line(root, name)]
+    if len(named) > 1:
+        both = " and ".join(_ADDRESSES[name] for name in named[:2])
+        raise click.UsageError(f"{both} exclude each other: name one daemon", root)
+    return next(iter(named or given), None)
+
+
+def _is_on_command_line(root: click.Context, name: str) -> bool:
+    return root.get_parameter_source(name) is ParameterSource.COMMANDLINE
+
+
+def client_of(root: click.Context, *, is_of_fleet: bool, timeout_s: float = TIMEOUT_S) -> Client:
+    """Return a client of the daemon that options or the environment name.
+
+    Raises:
+        UsageError: an option would have no effect.
+    """
+    chosen, options = chosen_address(root), root.params
+    if is_of_fleet:
+        if chosen not in (None, "fleet_address") and _is_on_command_line(root, str(chosen)):
+            option = _ADDRESSES[str(chosen)]
+            raise click.UsageError(f"{option} names a node: name the gateway with --fleet", root)
+        address = options["fleet_address"] or GATEWAY
+    elif chosen in ("url", "fleet_address"):
+        address = options[chosen]
+    else:
+        path = options["socket_path"] if chosen == "socket_path" else socket_of(options["config"])
+        address = f"{UNIX}{path}"
+    if not address.startswith(UNIX):
+        token = _read_token(options["token_file"])
+        return Client(url=address, token=token, timeout_s=timeout_s, retry_s=0)
+    if _is_on_command_line(root, "token_file"):
+        reason = "a unix socket needs no token"
+        raise click.UsageError(f"--token-file is for --url, or --fleet over TCP: {reason}", root)
+    return Client(address.removeprefix(UNIX), timeout_s=timeout_s, retry_s=0)
+
+
+def _read_token(file: str | None) -> str | None:
     try:
         return read_regular(Path(file)).text.strip() if file else None
     except UnusableFile as error:

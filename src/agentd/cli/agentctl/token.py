@@ -13,6 +13,7 @@ from agentd.cli.output import CommandError, print_text
 from agentd.client import Client
 from agentd.core.names import is_name, quote_untrusted
 from agentd.errors import AgentdError, ConfigRefused, Unreachable
+from agentd.program.parameters import FilePath
 
 FOLDER = Path("/etc/agentd/tokens")
 _BYTES = 32
@@ -32,7 +33,7 @@ def token() -> None:
 )
 @click.option("--agent", "agents", multiple=True, help="Agent of the token; may be repeated.")
 @click.option(
-    "--file", type=click.Path(path_type=Path), help=f"File to write. Default: {FOLDER}/NAME."
+    "--file", type=FilePath(path_type=Path), help=f"File to write. Default: {FOLDER}/NAME."
 )
 @click.option("--gateway", is_flag=True, help="Allow a gateway to act for its callers.")
 def create_token(

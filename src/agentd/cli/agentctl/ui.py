@@ -47,7 +47,9 @@ _FILE_PATHS = re.compile(r"/|/ui|/ui/(node/)?[a-z0-9.]*")
 
 
 @click.command("ui")
-@click.option("--port", type=int, default=0, help="Loopback port. Default: a free one.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=0, help="Loopback port. Default: a free one."
+)
 @click.option("--print", "is_printed", is_flag=True, help="Print the address; open no browser.")
 @click.pass_obj
 def ui(client: Client, port: int, is_printed: bool) -> None:

@@ -24,6 +24,7 @@ from agentd.cli.output import (
 from agentd.errors import AgentdError, ConfigRefused, DaemonFailed, Problem, StartRefused
 from agentd.program.command_line import Program
 from agentd.program.exit_status import exit_refused, print_problems
+from agentd.program.parameters import FilePath
 from agentd.tomlfile.regular_files import UnusableFile, read_regular
 
 _T = TypeVar("_T")
@@ -294,7 +295,7 @@ def show(config_file: str | None) -> None:
 
 
 @config.command()
-@click.argument("file", type=click.Path(), required=False)
+@click.argument("file", type=FilePath(), required=False)
 @click.option("--force", is_flag=True, help="Replace an existing file.")
 def init(file: str | None, force: bool) -> None:
     """Write a commented default configuration.
@@ -345,7 +346,7 @@ def schema(is_path: bool) -> None:
 @config.command("set")
 @config_option
 @click.argument("key")
-@click.argument("value")
+@click.argument("value", type=click.UNPROCESSED)
 def set_(config_file: str | None, key: str, value: str) -> None:
     """Change one setting in the file.
 

@@ -73,6 +73,7 @@ _OF_AGENTD = frozenset(
     {
         *("kernel_id", "agent_id", "spec_hash", "slots", "devices", "labels", "options"),
         *("created_by", "is_discreet", "claim_id", "keeps_claim", "caller"),
+        *("attempt", "removes"),
     }
 )
 """Members of a spec that agentd carries out itself, on every runtime."""

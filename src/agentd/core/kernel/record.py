@@ -78,6 +78,9 @@ def encode(kernel: Kernel, node_id: str) -> str:
             "labels": dict(kernel.labels),
             **({"claim_id": kernel.claim_id} if kernel.claim_id is not None else {}),
             **({"keep_claim": True} if kernel.keeps_claim else {}),
+            **({"attempt": kernel.attempt} if kernel.attempt else {}),
+            **({"remove": True} if kernel.removes else {}),
+            **({"creator_uid": kernel.creator_uid} if kernel.creator_uid is not None else {}),
         },
         separators=(",", ":"),
     )
@@ -148,6 +151,9 @@ def decode(text: str) -> Kernel:
             labels={_parse_text(k): _parse_text(v) for k, v in raw.get("labels", {}).items()},
             claim_id=None if raw.get("claim_id") is None else _parse_name(raw["claim_id"]),
             keeps_claim=raw.get("keep_claim") is True,
+            attempt=_parse_text(raw.get("attempt", "")),
+            removes=raw.get("remove") is True,
+            creator_uid=_parse_number(raw["creator_uid"]) if "creator_uid" in raw else None,
         )
 
 

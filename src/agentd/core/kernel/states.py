@@ -136,6 +136,10 @@ class KernelSpec(msgspec.Struct, frozen=True):
     """The claim whose devices it takes over, if it names one."""
     keeps_claim: bool = msgspec.field(default=False, name="keep_claim")
     """Whether the claim outlives the kernel."""
+    attempt: str = ""
+    """The mark of the attempt to create it; repetitions of the request have the same."""
+    removes: bool = msgspec.field(default=False, name="remove")
+    """Whether the kernel is deleted once its creator has read its end."""
     caller: Caller | None = None
 
 
@@ -173,7 +177,9 @@ class Kernel(msgspec.Struct, frozen=True):
     container id, a process id); `created_by` is the caller's name; `degraded` lists limits that
     were changed outside of agentd. `pid` is that of its first process on the host, if its runtime
     starts processes; `unit` is the unit of the systemd runtime. `claim_id` is the claim
-    that it took its devices from, which outlives it if it `keeps_claim`.
+    that it took its devices from, which outlives it if it `keeps_claim`. `attempt` is the mark of
+    the create. One that `removes` itself is deleted once its creator has read its end; that is
+    the caller of the name `created_by` and, on a socket, with the uid `creator_uid`.
     """
 
     kernel_id: str
@@ -202,6 +208,9 @@ class Kernel(msgspec.Struct, frozen=True):
     unit: str | None = None
     claim_id: str | None = None
     keeps_claim: bool = False
+    attempt: str = ""
+    removes: bool = False
+    creator_uid: int | None = None
 
     @property
     def holds_devices(self) -> bool:

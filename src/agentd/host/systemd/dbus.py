@@ -13,7 +13,7 @@ import errno
 import os
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from dbus_fast import BusType, Message, MessageType, Variant
@@ -145,10 +145,12 @@ class SystemdManager:
             "SetUnitProperties", "sba(sv)", [unit, True, _to_variants(properties)]
         )
 
-    async def kill(self, unit: str, number: int) -> None:
-        """Send a signal to all processes of a unit, if it exists."""
+    async def kill(self, unit: str, number: int, whom: Literal["all", "main"] = "all") -> bool:
+        """Send a signal to processes of a unit; return False if it has none of them."""
         with suppress(UnitRefused):
-            await self._call_manager("KillUnit", "ssi", [unit, "all", number])
+            await self._call_manager("KillUnit", "ssi", [unit, whom, number])
+            return True
+        return False
 
     async def unload(self, unit: str) -> None:
         """Stop a unit, failed or not, and wait until the manager has unloaded it.

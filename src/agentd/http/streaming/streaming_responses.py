@@ -31,6 +31,8 @@ KEEP_ALIVE_S = 15.0
 HANG_UP_POLL_S = 0.5
 HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 """Headers of a stream: nginx and proxies like it keep a response back without the second."""
+LOG_POSITION = "Log-Position"
+"""The header with the position of a log's first byte: bytes since the kernel began."""
 MAX_STREAMS = 64
 """Maximum open streams of one caller."""
 
@@ -90,14 +92,20 @@ async def _cancel_on_hang_up(transport: asyncio.Transport, stream: asyncio.Task[
     stream.cancel()
 
 
-async def stream_log(request: web.Request, chunks: AsyncGenerator[bytes]) -> web.StreamResponse:
-    """Stream the bytes of a log."""
+async def stream_log(
+    request: web.Request, position: int, chunks: AsyncGenerator[bytes]
+) -> web.StreamResponse:
+    """Stream the bytes of a log from a position; only a log that is complete has a last chunk."""
     next_chunk = asyncio.ensure_future(anext(chunks, b""))
     try:
         await asyncio.wait([next_chunk], timeout=FIRST_CHUNK_TIMEOUT_S)
         if next_chunk.done():
             next_chunk.result()  # a runtime that does not answer is still a problem response here
-        headers = {**HEADERS, "Content-Type": "application/octet-stream"}
+        headers = {
+            **HEADERS,
+            "Content-Type": "application/octet-stream",
+            LOG_POSITION: str(position),
+        }
         response = web.StreamResponse(headers=headers)
         await response.prepare(request)
         try:

@@ -5,7 +5,7 @@ record.json    the kernel's record, written before anything starts
 identity.json  pid and start time of the command and the shim, and the boot
 exit.json      the exit status, written when nothing of the kernel is left
 descendants.json   processes of a kernel without a cgroup that it has left to its shim
-output.log     the output; older parts are output.log.1, output.log.2, …
+output.log.0   the output from its first byte; further files begin at the position in their name
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from agentd.runtimes.host.private_folder import (
 )
 from agentd.runtimes.process.shim import DESCENDANTS, SHIM_BYTE, lock_byte
 
-LOCK, RECORD, IDENTITY, EXIT, LOG = (
-    "lock", "record.json", "identity.json", "exit.json", "output.log",
+LOCK, RECORD, IDENTITY, EXIT, LOG_PREFIX = (
+    "lock", "record.json", "identity.json", "exit.json", "output.log.",
 )  # fmt: skip
 F_OFD_GETLK = 36
 """fcntl(2), Linux: tests whether a lock is available without taking it."""
@@ -108,8 +108,8 @@ class Bundle(PrivateFolder, frozen=True):
     def has_foreign_files(self) -> bool:
         """Return whether there are files that neither agentd nor a shim created."""
         names = {name.removeprefix(".") for name in list_names(self.path)}
-        foreign = names - {LOCK, RECORD, IDENTITY, EXIT, LOG, DESCENDANTS}
-        return any(not name.startswith(f"{LOG}.") for name in foreign)
+        foreign = names - {LOCK, RECORD, IDENTITY, EXIT, DESCENDANTS}
+        return any(not name.startswith(LOG_PREFIX) for name in foreign)
 
     def read_record(self) -> str:
         """Return the record.

@@ -302,6 +302,14 @@ class KernelProcesses:
         for process in self.members():
             process.signal(signal.SIGTERM)
 
+    def signal_first(self, number: int) -> bool:
+        """Signal the command, or if it has ended the oldest process; False if there is none."""
+        members = self.members() if (leader := self._leader) is None else [leader]
+        first = min(members, key=lambda process: process.start_time, default=None)
+        if first is not None:
+            first.signal(number)
+        return first is not None
+
     async def kill(self, alive: Collection[Proc]) -> None:
         """Kill these processes and those that they start meanwhile.
 

@@ -1,7 +1,8 @@
 """Logs of process kernels: files of bounded size, followed while the kernel runs.
 
-Files are found in the bundle as it was opened. They are read in bounded pieces, beside the event
-loop. The files are agentd's own: a kernel writes into a pipe of its shim.
+Files are found in the bundle as it was opened, and each has in its name the position at which it
+begins. They are read in bounded pieces, beside the event loop. The files are agentd's own: a kernel
+writes into a pipe of its shim.
 """
 
 from __future__ import annotations
@@ -9,108 +10,100 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import BinaryIO
 
 from agentd.concurrency import complete_shielded
-from agentd.errors import Problem
-from agentd.runtimes.process.bundle import Bundle
-from agentd.services.protocols import LogQuery, LogStream
+from agentd.errors import Problem, RuntimeUnavailable
+from agentd.runtimes.host.private_folder import list_names, os_errors_as_unavailable
+from agentd.runtimes.process.bundle import LOG_PREFIX, Bundle
+from agentd.services.protocols import KernelLog, LogQuery, LogStream
 
 _CHUNK_BYTES = 64 * 1024
 POLL_S = 0.2
 """Seconds between polls of a followed file."""
 TAIL_BYTES = 16 << 20
 """Maximum bytes searched for the last lines; earlier output counts as old."""
+_FILE_NAME = re.compile(re.escape(LOG_PREFIX) + r"(\d{1,18})")
 
 
 class LogReader:
     """A reader of one log's files, from the oldest to the newest; blocking."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, bundle: Path) -> None:
+        self._bundle = bundle
         self._folder = -1
         self._file: BinaryIO | None = None
+        self._file_position = -1
+        self.position = 0
+        """The position of the next byte."""
 
-    def open(self, tail: int | None) -> int:
-        """Open the oldest file, or seek to `tail` lines before the end.
-
-        Returns:
-            The number of bytes from there to the current end.
-        """
+    def open(self, query: LogQuery) -> int:
+        """Seek to the first byte that a query selects; return the position of the end."""
         try:
-            self._folder = Bundle(self._path.parent).open_folder()
+            self._folder = Bundle(self._bundle).open_folder()
         except FileNotFoundError:
             return 0
-        self._path = Path(f"/proc/self/fd/{self._folder}") / self._path.name
-        files = self._files()
-        if tail is not None:
-            return self._seek_tail(files, tail)
-        if files:
-            self._file = _open_file(files[0])
-        return sum(_size(path) for path in files)
+        positions = self._file_positions()
+        end = positions[-1] + _size(self._path(positions[-1])) if positions else 0
+        begin = query.from_position or 0
+        if query.tail is not None:
+            begin = self._find_tail(positions, end, query.tail)
+        self._seek(begin)
+        return end
 
-    def _files(self) -> list[Path]:
-        """Return the existing files, oldest first: the highest number, at last the one without."""
-        name = re.compile(rf"{re.escape(self._path.name)}(?:\.(\d+))?")
-        paths = self._path.parent.iterdir()
-        numbered = [(int(m[1] or 0), p) for p in paths if (m := name.fullmatch(p.name))]
-        return [path for _, path in sorted(numbered, reverse=True)]
+    def _path(self, position: int) -> Path:
+        return Path(f"/proc/self/fd/{self._folder}/{LOG_PREFIX}{position}")
 
-    def _seek_tail(self, files: Sequence[Path], lines: int) -> int:
-        remaining, size = TAIL_BYTES, 0
-        for path in reversed(files):
-            file = _open_file(path)
-            if file is None:
-                continue
-            is_newest = self._file is None
-            self._replace_file(file)
-            offset, lines, remaining = _seek_lines(file, lines, remaining, is_newest=is_newest)
-            size += file.seek(0, os.SEEK_END) - offset
-            file.seek(offset)
-            if not lines or not remaining:
+    def _file_positions(self) -> list[int]:
+        """Return the positions at which the existing files begin, the oldest first."""
+        names = list_names(Path(f"/proc/self/fd/{self._folder}")) if self._folder >= 0 else ()
+        return sorted(int(found[1]) for name in names if (found := _FILE_NAME.fullmatch(name)))
+
+    def _find_tail(self, positions: list[int], end: int, lines: int) -> int:
+        remaining, begin = TAIL_BYTES, end
+        for position in reversed(positions):
+            file = _open_file(self._path(position))
+            if file is None or not remaining:
                 break
-        return size
+            with file:
+                is_newest = position == positions[-1]
+                offset, lines, remaining = _seek_lines(file, lines, remaining, is_newest=is_newest)
+            begin = position + offset
+            if not lines:
+                break
+        return begin
+
+    def _seek(self, position: int) -> None:
+        """Go to a position, to the next one that is kept, or to the end."""
+        for file_position in self._file_positions():
+            if (file := _open_file(self._path(file_position))) is None:
+                continue
+            self._replace_file(file)
+            self._file_position = file_position
+            end = file_position + file.seek(0, os.SEEK_END)
+            self.position = max(file_position, min(position, end))
+            file.seek(self.position - file_position)
+            if position < end:
+                return
 
     def read(self) -> bytes:
-        """Return the next piece, empty if there is nothing new."""
-        if self._file is None and self._folder >= 0:
-            self._file = _open_file(self._path)
-        while self._file is not None:
-            if chunk := self._file.read(_CHUNK_BYTES):
-                return chunk
-            following = self._open_next()
-            if following is None:
-                self._rewind_if_cut()
-                return self._file.read(_CHUNK_BYTES)
-            if chunk := self._file.read(_CHUNK_BYTES):  # printed between the two reads
-                following.close()
-                return chunk
-            self._replace_file(following)
-        return b""
+        """Return the next piece, empty if there is nothing new.
 
-    def _open_next(self) -> BinaryIO | None:
-        """Open the next file, None if the current one is the newest."""
-        if self._file is None:
-            return None
-        status = os.fstat(self._file.fileno())
-        files = self._files()
-        for index, path in enumerate(files):
-            try:
-                is_current = os.path.samestat(path.lstat(), status)
-            except FileNotFoundError:
-                continue
-            if is_current:
-                return _open_file(files[index + 1]) if index + 1 < len(files) else None
-        return _open_file(files[0]) if files else None
-
-    def _rewind_if_cut(self) -> None:
-        """Start over in a file that was emptied because it could not be rotated."""
-        if self._file is not None:
-            size = os.fstat(self._file.fileno()).st_size
-            if size < self._file.tell():
-                self._file.seek(0)
+        Raises:
+            RuntimeUnavailable: the bytes at this position are lost, and later ones are not.
+        """
+        while not (chunk := self._file.read(_CHUNK_BYTES) if self._file else b""):
+            if self._file_position >= max(self._file_positions(), default=-1):
+                return b""
+            position = self.position
+            self._seek(position)
+            if self.position != position:
+                raise RuntimeUnavailable(f"output lost from {position} to {self.position}")
+        self.position += len(chunk)
+        return chunk
 
     def close(self) -> None:
         """Close the file and its folder."""
@@ -162,31 +155,40 @@ def _seek_lines(
     return (position if lines else end), lines, remaining
 
 
-async def read_log(
-    path: Path, tail: int | None, is_running: Callable[[], bool]
-) -> AsyncGenerator[bytes]:
-    """Yield a log's bytes, and new output while the kernel runs.
+@asynccontextmanager
+async def open_log(
+    bundle: Path, query: LogQuery, is_running: Callable[[], bool]
+) -> AsyncIterator[KernelLog]:
+    """Open a log, with new output while the kernel runs.
 
-    Unless it is followed, only the output up to the time of the call is returned.
+    Unless it is followed, it ends with the output up to the time of the call.
     """
-    reader = LogReader(path)
+    reader = LogReader(bundle)
     try:
-        follows = is_alive = await asyncio.to_thread(is_running)
-        remaining = await complete_shielded(
-            asyncio.to_thread(reader.open, tail)
-        )  # all of it if nothing runs
-        while True:
+        with os_errors_as_unavailable():
+            is_alive = await asyncio.to_thread(is_running)
+            end = await complete_shielded(asyncio.to_thread(reader.open, query))
+        async with aclosing(_read(reader, end, is_running, is_alive=is_alive)) as chunks:
+            yield KernelLog(reader.position, chunks)
+    finally:
+        reader.close()
+
+
+async def _read(
+    reader: LogReader, end: int, is_running: Callable[[], bool], *, is_alive: bool
+) -> AsyncGenerator[bytes]:
+    follows = is_alive  # otherwise nothing is printed any more, or nobody asked for it
+    with os_errors_as_unavailable():
+        while follows or reader.position < end:
             while chunk := await complete_shielded(asyncio.to_thread(reader.read)):
-                yield chunk if follows else chunk[:remaining]
-                remaining -= len(chunk)
-                if remaining <= 0 and not follows:
+                surplus = 0 if follows else max(0, reader.position - end)
+                yield chunk[: len(chunk) - surplus]
+                if not follows and reader.position >= end:
                     return
             if not is_alive:
                 return
             await asyncio.sleep(POLL_S)
             is_alive = await asyncio.to_thread(is_running)
-    finally:
-        reader.close()
 
 
 def query_problems(query: LogQuery) -> Iterator[Problem]:

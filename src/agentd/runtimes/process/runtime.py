@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,9 +50,9 @@ from agentd.runtimes.host.request_limits import (
     host_problems,
 )
 from agentd.runtimes.host.user_accounts import UserAccounts
-from agentd.runtimes.process.bundle import LOG, Bundle
+from agentd.runtimes.process.bundle import Bundle
 from agentd.runtimes.process.bundles import AGENT, DEVICES, Bundles
-from agentd.runtimes.process.logs import query_problems, read_log
+from agentd.runtimes.process.logs import open_log, query_problems
 from agentd.runtimes.process.spawn import (
     MAX_SPAWN_TIMEOUT_S,
     daemon_user_name,
@@ -61,7 +61,7 @@ from agentd.runtimes.process.spawn import (
     spawn_shim_unit,
     start_error,
 )
-from agentd.services.protocols import CreateProgress, LogQuery, Session, Support
+from agentd.services.protocols import CreateProgress, KernelLog, LogQuery, Session, Support
 
 log = structlog.get_logger()
 
@@ -229,6 +229,10 @@ class ProcessRuntime:
                 await processes.kill(alive)
                 await hit_async("stop.after_kill")
 
+    async def signal(self, ref: KernelRef, number: int) -> bool:
+        with os_errors_as_unavailable():
+            return self._bundles.kernel_processes(ref.kernel_id).signal_first(number)
+
     async def remove(self, ref: KernelRef, *, unless_alive: bool = False) -> bool:
         for _ in range(MAX_REMOVE_ATTEMPTS):
             if unless_alive:
@@ -283,21 +287,16 @@ class ProcessRuntime:
         accounts = {k.kernel_id: self._bundles.counters(k.kernel_id) for k in kernels}
         return await asyncio.to_thread(read_usages, accounts)
 
-    async def logs(self, ref: KernelRef, query: LogQuery) -> AsyncGenerator[bytes]:
+    @asynccontextmanager
+    async def logs(self, ref: KernelRef, query: LogQuery) -> AsyncIterator[KernelLog]:
         if problems := list(query_problems(query)):
             raise InvalidRequest(problems)
 
         def is_running() -> bool:
             return query.follow and self._bundles.kernel_processes(ref.kernel_id).is_running
 
-        path = self._bundles.bundle(ref.kernel_id).path / LOG
-        chunks = read_log(path, query.tail, is_running)
-        try:
-            with os_errors_as_unavailable():
-                async for chunk in chunks:
-                    yield chunk
-        finally:
-            await chunks.aclose()
+        async with open_log(self._bundles.bundle(ref.kernel_id).path, query, is_running) as opened:
+            yield opened
 
     def _watch_if_alive(self, kernel: ObservedKernel | None) -> None:
         """Watch for the end of a kernel that was found alive."""

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import os
+import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
 CHUNK = 64 * 1024
+MAX_GAPS = 16
+"""Maximum files beside those of full size: every gap in the log begins one."""
+RETRY_PAUSE_S = 0.1
 
 
 class KernelOutput:
     """A pipe for the kernel's output, and log files of bounded size.
 
-    The kernel has no file of its log, so it cannot make one sparse or endless. Output that cannot
-    be written (a full disk) is dropped, so the kernel never blocks. The files are in the working
-    folder.
+    The kernel has no file of its log, so it cannot make one sparse or endless. A file's name has
+    the position of its first byte: the bytes that the kernel has printed before. Output that cannot
+    be written (a full disk) is dropped, so the kernel never blocks; it counts, and so leaves a gap
+    before the next file. The files are in the working folder.
     """
 
     def __init__(self, request: dict[str, Any]) -> None:
@@ -24,14 +29,11 @@ class KernelOutput:
         os.set_blocking(self.reader, False)
         if request["user"]:
             os.fchown(self.writer, request["user"]["uid"], -1)  # the kernel may open /dev/stderr
-        self._path = request["log_name"]
+        self._prefix = request["log_prefix"]
         self._max_size, self._max_files = request["log_max_size"], request["log_max_files"]
-        self._open(os.O_EXCL)
-
-    def _open(self, flags: int) -> None:
-        flags |= os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._file = os.open(self._path, flags, 0o600)
-        self._size = os.fstat(self._file).st_size
+        self._position, self._file, self._retry_at = 0, -1, 0.0
+        self._sizes: dict[int, int] = {}  # of each file, by its position, the oldest first
+        self._begin_file()
 
     def copy_chunk(self) -> int:
         """Copy the pipe's content to the files; return the bytes copied, 0 if empty or closed."""
@@ -39,32 +41,48 @@ class KernelOutput:
             chunk = os.read(self.reader, CHUNK)
         except OSError:
             return 0
-        unwritten = chunk
+        end = self._position + len(chunk)
         try:
-            while unwritten:
-                if self._size >= self._max_size:
-                    self._rotate()
-                part = unwritten[: self._max_size - self._size]
-                written = os.write(self._file, part)
-                self._size += written
-                unwritten = unwritten[written:]
+            if self._retry_at <= time.monotonic():
+                self._write(chunk)
         except OSError:
-            pass
+            self._retry_at = time.monotonic() + RETRY_PAUSE_S
+        self._position = end
         return len(chunk)
 
-    def _rotate(self) -> None:
-        """Start a new file and drop the oldest; if that fails, drop this file's content."""
-        try:
-            if self._max_files == 1:
-                raise OSError
-            for number in range(self._max_files - 1, 1, -1):
-                older = "%s.%d" % (self._path, number - 1)
-                if os.path.exists(older):
-                    os.replace(older, "%s.%d" % (self._path, number))
-            os.replace(self._path, self._path + ".1")
-            full = self._file
-            self._open(os.O_EXCL)
-            os.close(full)
-        except OSError:
-            os.ftruncate(self._file, 0)
-            self._size = 0
+    def _write(self, unwritten: bytes) -> None:
+        while unwritten:
+            begin = next(reversed(self._sizes))
+            size = self._sizes[begin]
+            if size >= self._max_size or begin + size != self._position:
+                self._begin_file()
+                begin, size = self._position, 0
+            written = os.write(self._file, unwritten[: self._max_size - size])
+            self._sizes[begin] += written
+            self._position += written
+            unwritten = unwritten[written:]
+
+    def _begin_file(self) -> None:
+        """Begin a file at the current position, in place of an empty one; drop the oldest."""
+        self._drop_oldest()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        previous, self._file = self._file, os.open(self._prefix + str(self._position), flags, 0o600)
+        newest = next(reversed(self._sizes), -1)
+        self._sizes[self._position] = 0
+        if previous >= 0:
+            os.close(previous)
+            if not self._sizes[newest]:
+                self._drop(newest)
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        """Make room for a full file; the newest stays, because it says where the log ends."""
+        while len(self._sizes) > 1 and (
+            sum(self._sizes.values()) > (self._max_files - 1) * self._max_size
+            or len(self._sizes) > self._max_files + MAX_GAPS
+        ):
+            self._drop(next(iter(self._sizes)))
+
+    def _drop(self, begin: int) -> None:
+        del self._sizes[begin]
+        os.unlink(self._prefix + str(begin))

@@ -34,7 +34,7 @@ from agentd.runtimes.host.execve_errors import command_refusal, folder_refusal
 from agentd.runtimes.host.request_limits import host_options
 from agentd.runtimes.host.user_accounts import UserAccount
 from agentd.runtimes.process import shim
-from agentd.runtimes.process.bundle import LOG
+from agentd.runtimes.process.bundle import LOG_PREFIX
 
 SPAWN_TIMEOUT_S, MAX_SPAWN_TIMEOUT_S = 30.0, 65.0
 """Seconds for a start, and for one that waits until another one has timed out."""
@@ -82,7 +82,7 @@ def shim_request(
         "cgroup_procs": [str(file) for file in cgroup.procs_files] if cgroup else [],
         "oom_file": str(cgroup.oom_file) if cgroup else "",
         "ulimits": {name: [limit.soft, limit.hard] for name, limit in limits.items()},
-        "log_name": LOG,
+        "log_prefix": LOG_PREFIX,
         "log_max_size": settings.log_max_size,
         "log_max_files": settings.log_max_files,
         "stop_timeout": settings.stop_timeout,

@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from agentd.config.runtimes import SystemdSettings
@@ -30,6 +31,7 @@ from agentd.errors import (
     Problem,
     RuntimeFailure,
     RuntimeUnavailable,
+    UnknownKernel,
 )
 from agentd.failpoints import hit_async
 from agentd.host.cgroups.usage import MOUNT
@@ -50,7 +52,8 @@ from agentd.runtimes.host.request_limits import (
     host_options,
 )
 from agentd.runtimes.host.user_accounts import UserAccounts
-from agentd.runtimes.systemd.journal import JournalSource, read_journal
+from agentd.runtimes.log_positions import LogPositions
+from agentd.runtimes.systemd.journal import JournalSource
 from agentd.runtimes.systemd.slices import ExitDropIn, Slices
 from agentd.runtimes.systemd.unit import (
     kernel_id_of_unit,
@@ -58,11 +61,12 @@ from agentd.runtimes.systemd.unit import (
     request_problems,
     unit_name,
 )
-from agentd.runtimes.systemd.unit_bundle import UnitBundle
+from agentd.runtimes.systemd.unit_bundle import POSITIONS, UnitBundle
 from agentd.runtimes.systemd.unit_observer import RUNTIME, UnitObserver, agent_of_record
 from agentd.runtimes.systemd.unit_state import LIVE_STATES, state_of
 from agentd.services.protocols import (
     CreateProgress,
+    KernelLog,
     LogQuery,
     LogStream,
     Session,
@@ -107,6 +111,7 @@ class SystemdRuntime:
         self._lookups: defaultdict[str, Lookups] = defaultdict(Lookups)
         """By agent: no agent waits for the groups of another."""
         self._ends = ExitDropIn(self._manager, node_id, folder)
+        self._positions = LogPositions()
 
     def update_settings(self, settings: SystemdSettings) -> None:
         """Replace the settings; existing kernels keep theirs."""
@@ -240,6 +245,9 @@ class SystemdRuntime:
         finally:
             await changes.aclose()
 
+    async def signal(self, ref: KernelRef, number: int) -> bool:
+        return await self._manager.kill(unit_name(self._node_id, ref.kernel_id), number, "main")
+
     async def remove(self, ref: KernelRef, *, unless_alive: bool = False) -> bool:
         unit = unit_name(self._node_id, ref.kernel_id)
         if unless_alive and await self._live_substate(unit) is not None:
@@ -294,26 +302,24 @@ class SystemdRuntime:
     async def usages(self, kernels: Sequence[Kernel]) -> Mapping[str, UsageReading]:
         return await self._observer.usages(kernels)
 
-    async def logs(self, ref: KernelRef, query: LogQuery) -> AsyncGenerator[bytes]:
+    @asynccontextmanager
+    async def logs(self, ref: KernelRef, query: LogQuery) -> AsyncIterator[KernelLog]:
         if len(query.streams) < len(LogStream):
             reason = "the systemd runtime merges both streams"
             raise InvalidRequest([Problem("stream", reason)])
         kernel = await self.find(ref)
         if kernel is None or not kernel.handle:
-            return
+            raise UnknownKernel(f"no logs of {ref.kernel_id}: the kernel is lost")
         unit = unit_name(self._node_id, ref.kernel_id)
         agent_id = (
             None
             if self._accounts.is_unprivileged
             else agent_of_record(kernel.record) or kernel.agent_id
         )
-        source = JournalSource(unit, kernel.handle, agent_id)
-        lines = read_journal(source, query, lambda: self._wait_ended(unit))
-        try:
-            async for line in lines:
-                yield line
-        finally:
-            await lines.aclose()
+        source = JournalSource(unit, kernel.handle, agent_id, partial(self._wait_ended, unit))
+        file = self._observer.bundle(ref.kernel_id).path / POSITIONS
+        async with self._positions.open(source, query, file, kernel.handle) as opened:
+            yield opened
 
 
 def _read_members(procs: Path) -> list[Proc]:

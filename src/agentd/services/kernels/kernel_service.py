@@ -7,8 +7,8 @@ held until the reconciler resolves it.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
 from decimal import Decimal
 from functools import partial
 from typing import TypeVar
@@ -42,7 +42,7 @@ from agentd.services.kernels.pending_creates import PendingCreates, may_have_lef
 from agentd.services.lost_cores import LostCores
 from agentd.services.node import Node
 from agentd.services.planner import Decision, ParsedRequest, Planner
-from agentd.services.protocols import Clock, LogQuery, Runtime
+from agentd.services.protocols import Clock, KernelLog, LogQuery, Runtime
 from agentd.state.folder import StateFolder
 
 log = structlog.get_logger()
@@ -133,15 +133,19 @@ class KernelService:
         Raises:
             UnknownAgent: the agent does not exist.
             UnsupportedResource: another request created it, and this one names unknown slots.
-            KernelConflict: another request created it.
+            KernelConflict: another request, or another attempt, created it.
         """
         self._devices.partition(spec.agent_id)
         known = self._state.kernels.get(spec.kernel_id)
-        if known is not None and known.spec_hash != spec.spec_hash:
+        if known is None:
+            return None
+        if known.spec_hash != spec.spec_hash:
             self._planner.refuse_unsupported(spec.slots)
             if known.agent_id != spec.agent_id:
                 raise KernelConflict(f"duplicate kernel id {spec.kernel_id}")
             raise KernelConflict(f"kernel {spec.kernel_id} exists with a different request")
+        if spec.attempt not in ("", known.attempt):
+            raise KernelConflict.of_attempt(spec.kernel_id)
         return known
 
     def _parse(self, spec: KernelSpec, problems: Sequence[Problem]) -> ParsedRequest:
@@ -293,6 +297,21 @@ class KernelService:
         self._state.put_kernel(ended)
         log.info("kernel.stopped", kernel_id=kernel.kernel_id, exit_code=ended.ending.exit_code)
 
+    async def signal(self, kernel_id: str, number: int) -> None:
+        """Send a signal to the first process of a kernel.
+
+        Raises:
+            UnknownKernel: the kernel does not exist.
+            KernelConflict: it does not run.
+            RuntimeUnavailable: the runtime does not answer.
+        """
+        kernel = self._state.kernel(kernel_id)
+        is_live = kernel.state in LIVE and kernel.state is not KernelState.PAUSED
+        if not is_live:
+            raise KernelConflict(f"kernel {kernel_id} is {kernel.state}, expected running")
+        if not await self._runtime_of(kernel).signal(kernel.ref, number):
+            raise KernelConflict(f"the first process of kernel {kernel_id} does not run")
+
     async def remove(
         self, kernel_id: str, timeout_s: float | None = None, *, expected: Kernel | None = None
     ) -> None:
@@ -330,8 +349,8 @@ class KernelService:
         await hit_async("delete.before_answer")
         log.info("kernel.removed", kernel_id=kernel_id)
 
-    def logs(self, kernel_id: str, query: LogQuery) -> AsyncGenerator[bytes]:
-        """Return a kernel's output; the reader must close the generator.
+    def logs(self, kernel_id: str, query: LogQuery) -> AbstractAsyncContextManager[KernelLog]:
+        """Open a kernel's output.
 
         Raises:
             UnknownKernel: the kernel does not exist, has not started, or is lost.
@@ -372,6 +391,9 @@ def prepare_kernel(spec: KernelSpec, decision: Decision, runtime: str, now: floa
         labels=spec.labels,
         claim_id=spec.claim_id,
         keeps_claim=spec.keeps_claim,
+        attempt=spec.attempt,
+        removes=spec.removes,
+        creator_uid=spec.caller.uid if spec.removes and spec.caller else None,
     )
 
 

@@ -1,13 +1,15 @@
-"""Retention: the oldest ended kernels are pruned, with their logs."""
+"""Retention: which ended kernels are removed, with their logs, and when."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 
 import structlog
 
 from agentd.concurrency import wait_event
+from agentd.core.access import Caller
 from agentd.core.kernel.record import encode
 from agentd.core.kernel.states import ENDED, Kernel
 from agentd.errors import AgentdError
@@ -22,23 +24,72 @@ RETRY_PAUSE_S = 60.0
 """Seconds until the next prune if no kernel ends: an earlier one may have failed."""
 
 
+REMOVE_DELAY_S = 10.0
+"""Seconds that a kernel which `removes` itself stays after its end was read, for lost answers."""
+
+
+class EndReads:
+    """The ended kernels that remove themselves, since their creators have read their ends."""
+
+    def __init__(self, steady: Callable[[], float]) -> None:
+        self._wake = asyncio.Event()
+        self._steady = steady
+        self._due_at: dict[str, float] = {}
+
+    def note(self, kernel: Kernel, caller: Caller) -> None:
+        """Note that a caller was answered with a kernel; only its creator counts."""
+        is_creator = (caller.name, caller.uid) == (kernel.created_by, kernel.creator_uid)
+        if kernel.removes and is_creator and kernel.state in ENDED:
+            self._due_at.setdefault(kernel.kernel_id, self._steady() + REMOVE_DELAY_S)
+            self.wake()
+
+    def forget(self, kernel_id: str) -> None:
+        """Forget a kernel that was removed, or runs again."""
+        self._due_at.pop(kernel_id, None)
+
+    def is_due(self, kernel_id: str) -> bool:
+        return kernel_id in self._due_at and self._due_at[kernel_id] <= self._steady()
+
+    def next_s(self, maximum: float) -> float:
+        """Return the seconds until another kernel is due, or the maximum."""
+        now = self._steady()
+        return min([maximum, *(at - now for at in self._due_at.values() if at > now)])
+
+    def wake(self) -> None:
+        """End the wait for the next kernel."""
+        self._wake.set()
+
+    async def wait(self, maximum_s: float) -> None:
+        """Wait until another kernel is due, or for `wake`, or the maximum."""
+        await wait_event(self._wake, self.next_s(maximum_s))
+        self._wake.clear()
+
+
 class Retention:
-    """Prunes ended kernels beyond a maximum number, and beyond `MAX_ENDED_BYTES`.
+    """Removes ended kernels: those of `EndReads`, and the oldest ones beyond two maxima.
+
+    The maxima are a number, and `MAX_ENDED_BYTES`.
 
     The oldest are those whose ends were observed first: a clock that is set changes no order. Only
     ends from before this start are ordered by their times. A time after `now` is wrong, and old.
     """
 
     def __init__(
-        self, state: NodeState, service: KernelService, maximum: int, *, now: float
+        self,
+        state: NodeState,
+        service: KernelService,
+        maximum: int,
+        reads: EndReads,
+        *,
+        now: float,
     ) -> None:
         self._state = state
         self._service = service
         self._maximum = maximum
         self._sizes: dict[str, int] = {}
         """The bytes of each ended kernel's record, in the order in which the ends were observed."""
-        self._prune_event = asyncio.Event()
-        self._prune_event.set()
+        self._reads = reads
+        reads.wake()
 
         def end_order(kernel: Kernel) -> tuple[bool, float]:
             finished_at = kernel.ending.finished_at or kernel.created_at
@@ -52,22 +103,24 @@ class Retention:
         if now is not None and now.state in ENDED:
             self._sizes[now.kernel_id] = len(encode(now, ""))
             if len(self._sizes) > self._maximum or sum(self._sizes.values()) > MAX_ENDED_BYTES:
-                self._prune_event.set()
+                self._reads.wake()
         elif (kernel := now or before) is not None:
             self._sizes.pop(kernel.kernel_id, None)
+            self._reads.forget(kernel.kernel_id)
 
     async def run(self) -> None:
-        """Prune whenever too many kernels have ended, and what could not be, until cancelled."""
+        """Prune whenever something is to be pruned or could not be before, until cancelled."""
         while True:
-            await wait_event(self._prune_event, RETRY_PAUSE_S)
-            self._prune_event.clear()
+            await self._reads.wait(RETRY_PAUSE_S)
             try:
                 await self.prune()
             except Exception:
                 log.exception("retention.failed")
 
     async def prune(self) -> None:
-        """Prune the oldest ended kernels beyond the maxima; the latest one to end has any size.
+        """Remove the kernels that are due, and the oldest beyond the maxima.
+
+        The latest one to end has any size.
 
         A kernel that cannot be removed stays until the next prune.
         """
@@ -76,9 +129,11 @@ class Retention:
         count, total_size = len(ended), sum(self._sizes.values())
         for kernel, size in ended:
             is_too_large = total_size > MAX_ENDED_BYTES and kernel.kernel_id != latest
-            if count <= self._maximum and not is_too_large:
+            is_due = self._reads.is_due(kernel.kernel_id)
+            if count <= self._maximum and not is_too_large and not is_due:
                 continue
             count, total_size = count - 1, total_size - size
             with suppress(AgentdError):
                 await self._service.remove(kernel.kernel_id, expected=kernel)
-                log.info("kernel.pruned", kernel_id=kernel.kernel_id, keep_ended=self._maximum)
+                if not is_due:
+                    log.info("kernel.pruned", kernel_id=kernel.kernel_id, keep_ended=self._maximum)
