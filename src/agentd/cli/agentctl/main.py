@@ -66,6 +66,7 @@ from agentd.cli.output import (
 from agentd.client import Client
 from agentd.core.hardware_names import normal_name, normal_names
 from agentd.errors import AgentdError
+from agentd.program.command_line import ended_without_reader
 from agentd.program.parameters import FilePath
 from agentd.views import KernelView
 
@@ -305,6 +306,7 @@ def signal_kernel(client: Client, kernel: str, signal: str) -> None:
 @agentctl.command()
 @click.option("--after", metavar="ID", help="Begin after the event with this id.")
 @client_command
+@ended_without_reader()
 def events(client: Client, after: str | None) -> None:
     """Print events of the node as they occur.
 
