@@ -139,6 +139,16 @@ async def test_status_is_that_of_the_command_or_above_124(
     assert (done.status, done.stdout, told in done.stderr) == (status, "", True), done
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+async def test_end_of_the_daemon_is_told(kernel: Daemon, number: int) -> None:
+    with on_terminal(kernel, "-it", "k1", "sh", "-c", "echo ready; sleep 1000") as terminal:
+        await terminal.until(b"ready")
+        await kernel.restart(number=number)
+        assert await terminal.status() == 125
+        await terminal.until(b"the connection ended before the command did")
+        assert terminal.mode == terminal.mode_before
+
+
 @pytest.mark.parametrize(
     "words",
     [
