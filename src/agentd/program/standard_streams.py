@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import os
 import select
+import stat
 import sys
 from typing import TYPE_CHECKING
 
@@ -108,3 +109,16 @@ def flush_output() -> None:
         OutputFailed: something of the output could not be written.
     """
     write_output(b"")
+
+
+def is_pipe() -> bool:
+    """Return whether the standard output of this process is a pipe, whose reader may leave."""
+    is_own = isinstance(getattr(sys.stdout.buffer, "raw", None), _Descriptor)
+    return is_own and stat.S_ISFIFO(os.fstat(1).st_mode)
+
+
+def has_left(timeout_ms: int | None) -> bool:
+    """Return whether the reader of standard output leaves within this time; None is for ever."""
+    poll = select.poll()
+    poll.register(1, 0)
+    return bool(poll.poll(timeout_ms))

@@ -147,3 +147,27 @@ def test_command_that_exists_is_not_executable(reason: str, status: int) -> None
 @pytest.mark.parametrize("error", [RpcProblem.of(Unreachable("x")), CommandError("x")])
 def test_other_failures_are_those_of_agentctl(error: CommandError) -> None:
     assert stand_in_status(error) == 125
+
+
+@pytest.mark.parametrize(
+    ("line", "completes"),
+    [
+        ("exec -", True),
+        ("exec k1 -", True),
+        ("exec k1 -t -", True),
+        ("exec k1 grep -", False),
+        ("exec k1 -- -", False),
+        ("fleet create grep -", False),
+        ("create a -s x=1 -", True),
+        ("create a train --id -", False),
+        ("--socket /a --url http://n:1 ls -", True),
+        ("--fleet unix:/a drain -", True),
+        ("--url nan ls -", True),
+    ],
+)
+def test_options_are_completed_before_the_command(line: str, completes: bool) -> None:
+    environ = {"_AGENTCTL_COMPLETE": "bash_complete", "COMP_WORDS": f"agentctl {line}"}
+    environ |= {"COMP_CWORD": str(len(line.split()))}
+    done = CliRunner(env=environ).invoke(agentctl, prog_name="agentctl")
+    assert done.exception is None or isinstance(done.exception, SystemExit)
+    assert ("plain,-" in done.output) == completes, done.output

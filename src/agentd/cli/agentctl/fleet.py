@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -94,8 +93,12 @@ def _list_over_nodes(client: Client, call: Call[list[dict[str, Any]]]) -> list[d
         missing |= dict.fromkeys(response.headers.get("Fleet-Missing", "").split(","))
         page = page.next_page(response.headers.get("Link"))
     if names := [name for name in missing if name]:
-        print_text(f"agentctl: no answer from {', '.join(names)}", err=True)
+        _print_missing(names)
     return rows
+
+
+def _print_missing(nodes: Sequence[str]) -> None:
+    print_text(f"agentctl: no answer from {', '.join(nodes)}", err=True)
 
 
 def _node_row(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -281,9 +284,10 @@ def stats(client: Client, kernels: Sequence[str]) -> None:
 
     Kernels are listed as NODE/KERNEL. CPU is measured over one second; 100% is one core.
     """
+    read_all = _FleetUsage(client).read
 
     def read_usage() -> list[KernelUseView]:
-        return [client.stats(kernel) for kernel in kernels] if kernels else _usage_of_all(client)
+        return [client.stats(kernel) for kernel in kernels] if kernels else read_all()
 
     print_usage(read_usage)
 
@@ -296,24 +300,33 @@ def top(client: Client, agent: str | None, interval: float, count: int | None) -
 
     Kernels are listed as NODE/KERNEL, the busiest first.
     """
-    print_live_usage(lambda: _usage_of_all(client), agent, interval, count)
+    print_live_usage(_FleetUsage(client).read, agent, interval, count)
 
 
-def _usage_of_all(client: Client) -> list[KernelUseView]:
-    """Return the usage of the kernels of every ready node, as NODE/KERNEL."""
-    return [
-        {**use, "kernel_id": f"{node['id']}/{use['kernel_id']}"}
-        for node in _list_nodes(client)
-        if node["state"] == "ready"
-        for use in _usage_of_node(client, node["id"])
-    ]
+class _FleetUsage:
+    """The usage of the kernels of every ready node; nodes without an answer are named once."""
 
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._missing: list[str] = []
 
-def _usage_of_node(client: Client, node: str) -> list[KernelUseView]:
-    """Return the usage of a node's kernels; nothing if the node does not answer."""
-    with contextlib.suppress(AgentdError):
-        return client.execute(Call("GET", api_path("nodes", node, "stats")))
-    return []
+    def read(self) -> list[KernelUseView]:
+        """Return the usage of kernels as NODE/KERNEL."""
+        rows: list[KernelUseView] = []
+        missing: list[str] = []
+        for node in (row["id"] for row in _list_nodes(self._client) if row["state"] == "ready"):
+            try:
+                usage: list[KernelUseView] = self._client.execute(
+                    Call("GET", api_path("nodes", node, "stats"))
+                )
+            except AgentdError:
+                missing.append(node)
+            else:
+                rows += [{**use, "kernel_id": f"{node}/{use['kernel_id']}"} for use in usage]
+        if missing and missing != self._missing:
+            _print_missing(missing)
+        self._missing = missing
+        return rows
 
 
 def _with_node(command: click.Command) -> click.Command:
