@@ -18,7 +18,7 @@ import pytest
 from aiohttp import web
 
 from support import fork_server
-from support.daemon import Daemon
+from support.daemon import Daemon, until_no_process
 from support.waiting import until
 
 AGENTCTL = str(Path(sys.executable).with_name("agentctl"))
@@ -137,6 +137,26 @@ async def test_status_is_that_of_the_command_or_above_124(
 ) -> None:
     done = await in_shell(kernel, f"$EXEC {words}")
     assert (done.status, done.stdout, told in done.stderr) == (status, "", True), done
+
+
+async def test_shell_ends_with_a_killed_exec(kernel: Daemon) -> None:
+    marker = os.urandom(8).hex()
+    script = "trap '' HUP TERM; echo ready; while :; do sleep 1; done"
+    words = ("-it", "-e", f"MARKER={marker}", "k1", "sh", "-c", script)
+    with on_terminal(kernel, *words) as terminal:
+        await terminal.until(b"ready")
+        terminal.process.send_signal(signal.SIGKILL)
+        await until_no_process(marker)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+async def test_end_of_the_daemon_is_told(kernel: Daemon, number: int) -> None:
+    with on_terminal(kernel, "-it", "k1", "sh", "-c", "echo ready; sleep 1000") as terminal:
+        await terminal.until(b"ready")
+        await kernel.restart(number=number)
+        assert await terminal.status() == 125
+        await terminal.until(b"the connection ended before the command did")
+        assert terminal.mode == terminal.mode_before
 
 
 @pytest.mark.parametrize(

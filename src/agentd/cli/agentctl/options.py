@@ -60,7 +60,7 @@ IF_UNREACHABLE = (
 )
 
 _NOT_EXECUTABLE = re.compile(
-    r": (permission denied|exec format error|is a directory)(: unknown)?$", re.IGNORECASE
+    r": (permission denied|exec format error|is a directory)(: unknown|: OCI .*)?$", re.IGNORECASE
 )
 """The end of the reason why a command that exists did not start, of Linux and of engines."""
 
