@@ -73,8 +73,8 @@ class AgentdError(Exception):
     """The whole problem, if the error was parsed from an answer."""
     headers: Mapping[str, str] = {}
     """Headers of an answer with this error."""
-    kernel_id = ""
-    """The kernel of a create, in every error of a client's `create_kernel`."""
+    kernel_id = claim_id = ""
+    """The id of a create, in every error of a client's `create_kernel` and `create_claim`."""
     is_local = False
     """Whether this node's settings, runtime or host are the cause, whatever the code is about."""
 
@@ -277,6 +277,12 @@ class KernelConflict(RequestError):
     """The kernel exists with another request, or its state forbids the call."""
 
     code = "KernelConflict"
+
+    @classmethod
+    def of_attempt(cls, kernel_id: str) -> Self:
+        """Return the refusal of a request that is equal to the one that created the kernel."""
+        remedy = "use another id, or delete it"
+        return cls(f"kernel {kernel_id} exists, and another attempt created it; {remedy}")
 
 
 class ClaimConflict(RequestError):

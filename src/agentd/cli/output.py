@@ -7,6 +7,7 @@ YAML escape them.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -23,8 +24,10 @@ DATA_FORMATS = ("json", "yaml")
 
 
 def print_text(text: str, *, err: bool = False, nl: bool = True) -> None:
-    """Print text without control characters."""
-    click.echo(printable(text), err=err, nl=nl)
+    """Print text without control characters; above a live table if there is one."""
+    stream = sys.stderr if err else sys.stdout  # click would pass by rich's
+    stream.write(printable(text) + ("\n" if nl else ""))  # in one: threads print, too
+    stream.flush()
 
 
 def os_error_text(error: OSError) -> str:

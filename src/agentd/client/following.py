@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 from agentd.client.calls import Call, events_call, logs_call
-from agentd.client.errors import cut_log_error
+from agentd.client.errors import cut_stream_error
 from agentd.client.events import EventParser, NodeEvent
-from agentd.errors import OutputDropped, RuntimeUnavailable, Unavailable, UnknownKernel
+from agentd.errors import AnswerLost, OutputDropped, RuntimeUnavailable, Unavailable, UnknownKernel
 
 RETRY_S = 1.0
 """Seconds between two attempts to resume."""
@@ -77,7 +77,7 @@ class LogFollower:
         self._progress_at = time.monotonic()
         self._has_progress = False
         self._break: Unavailable | None = None
-        """The end of a stream that broke; the next attempt may find its reason."""
+        """The end of a stream that was closed; the next attempt may find the reason."""
         self._is_open = False
 
     def next_call(self) -> Call[bytes]:
@@ -94,7 +94,7 @@ class LogFollower:
         """
         is_resumed, expected = self._outages.has_answer, self._position
         if is_resumed and self._break is not None:
-            self._outages.pause_s(cut_log_error(self._kernel_id, self._break))
+            self._outages.pause_s(self._cut_error(self._break))
         self._break, self._is_open, self._has_progress = None, True, False
         self._outages.on_answer()
         is_number = re.fullmatch("[0-9]{1,19}", header or "")
@@ -118,7 +118,7 @@ class LogFollower:
         self._progress_at, self._has_progress = time.monotonic(), True
 
     def pause_s(self, error: Unavailable) -> float:
-        """Return the seconds until the next attempt; none after a stream that made progress.
+        """Return the seconds until the next attempt; none if it may find the reason of a break.
 
         Raises:
             Unavailable: the log cannot be resumed.
@@ -126,12 +126,17 @@ class LogFollower:
         if self._outages.has_answer:
             is_late = time.monotonic() + RETRY_S > self._progress_at + self._timeout_s
             if self._position is None or (is_late and not self._query["follow"]):
-                raise cut_log_error(self._kernel_id, error)
-            if self._is_open:
-                self._is_open, self._break = False, error
+                raise self._cut_error(error)
+            is_closed = self._is_open and not isinstance(error, AnswerLost)
+            self._is_open = False
+            if is_closed:
+                self._break = error
                 return 0.0 if self._has_progress else RETRY_S
-            error, self._break = cut_log_error(self._kernel_id, error), None
+            error, self._break = self._cut_error(error), None
         return self._outages.pause_s(error)
+
+    def _cut_error(self, error: Unavailable) -> Unavailable:
+        return cut_stream_error(f"the log of {self._kernel_id}", error)
 
 
 class EventFollower:
@@ -170,4 +175,6 @@ class EventFollower:
         Raises:
             Unavailable: it is the first answer that is missing.
         """
+        if self._outages.has_answer:
+            error = cut_stream_error("the event stream", error)
         return self._outages.pause_s(error)

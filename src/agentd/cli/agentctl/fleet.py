@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from copy import copy
+from functools import partial
 from typing import Any
 
 import click
 
 from agentd.cli.agentctl.create import (
     async_option,
+    create_repeatedly,
     given_devices,
     kernel_body,
     kernel_options,
@@ -24,6 +25,7 @@ from agentd.cli.agentctl.options import (
     KERNEL_COLUMNS,
     WIDE_KERNEL_COLUMNS,
     CommandLine,
+    RpcGroup,
     alias_of,
     device_row,
     kernel_row,
@@ -38,7 +40,6 @@ from agentd.client.calls import Call
 from agentd.client.defaults import CREATE_TIMEOUT_S
 from agentd.client.paths import api_path
 from agentd.errors import AgentdError
-from agentd.program.parameters import CommandGroup
 from agentd.views import KernelUseView
 
 _KERNEL_COLUMNS = ["kernel", "node", *KERNEL_COLUMNS[1:]]
@@ -47,7 +48,7 @@ _WIDE_NODE_COLUMNS = ["url", "generation", "conflicting", "seen_at", "cordon"]
 _DEFAULTS = {"allocation": {}, "degraded": [], "reason": ""}
 
 
-class FleetGroup(CommandGroup):
+class FleetGroup(RpcGroup):
     """The commands of a fleet; help lists those that a node does not have."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -92,8 +93,12 @@ def _list_over_nodes(client: Client, call: Call[list[dict[str, Any]]]) -> list[d
         missing |= dict.fromkeys(response.headers.get("Fleet-Missing", "").split(","))
         page = page.next_page(response.headers.get("Link"))
     if names := [name for name in missing if name]:
-        print_text(f"agentctl: no answer from {', '.join(names)}", err=True)
+        _print_missing(names)
     return rows
+
+
+def _print_missing(nodes: Sequence[str]) -> None:
+    print_text(f"agentctl: no answer from {', '.join(nodes)}", err=True)
 
 
 def _node_row(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -233,7 +238,10 @@ def create(client: Client, /, **options: Any) -> None:
         )
         return client.execute(call, timeout_s=CREATE_TIMEOUT_S)
 
-    content = create_placed(body) if is_dry else with_progress(client, body, create_placed)
+    def create_once_placed(body: Mapping[str, Any]) -> dict[str, Any]:
+        return create_repeatedly(partial(create_placed, body), body["kernel_id"])
+
+    content = create_placed(body) if is_dry else with_progress(client, body, create_once_placed)
     if not is_dry:
         print_answer(content, _KERNEL_COLUMNS, _fleet_kernel_row, wide=WIDE_KERNEL_COLUMNS)
     elif not print_data(content, given_devices(content)):
@@ -276,9 +284,10 @@ def stats(client: Client, kernels: Sequence[str]) -> None:
 
     Kernels are listed as NODE/KERNEL. CPU is measured over one second; 100% is one core.
     """
+    read_all = _FleetUsage(client).read
 
     def read_usage() -> list[KernelUseView]:
-        return [client.stats(kernel) for kernel in kernels] if kernels else _usage_of_all(client)
+        return [client.stats(kernel) for kernel in kernels] if kernels else read_all()
 
     print_usage(read_usage)
 
@@ -291,24 +300,33 @@ def top(client: Client, agent: str | None, interval: float, count: int | None) -
 
     Kernels are listed as NODE/KERNEL, the busiest first.
     """
-    print_live_usage(lambda: _usage_of_all(client), agent, interval, count)
+    print_live_usage(_FleetUsage(client).read, agent, interval, count)
 
 
-def _usage_of_all(client: Client) -> list[KernelUseView]:
-    """Return the usage of the kernels of every ready node, as NODE/KERNEL."""
-    return [
-        {**use, "kernel_id": f"{node['id']}/{use['kernel_id']}"}
-        for node in _list_nodes(client)
-        if node["state"] == "ready"
-        for use in _usage_of_node(client, node["id"])
-    ]
+class _FleetUsage:
+    """The usage of the kernels of every ready node; nodes without an answer are named once."""
 
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._missing: list[str] = []
 
-def _usage_of_node(client: Client, node: str) -> list[KernelUseView]:
-    """Return the usage of a node's kernels; nothing if the node does not answer."""
-    with contextlib.suppress(AgentdError):
-        return client.execute(Call("GET", api_path("nodes", node, "stats")))
-    return []
+    def read(self) -> list[KernelUseView]:
+        """Return the usage of kernels as NODE/KERNEL."""
+        rows: list[KernelUseView] = []
+        missing: list[str] = []
+        for node in (row["id"] for row in _list_nodes(self._client) if row["state"] == "ready"):
+            try:
+                usage: list[KernelUseView] = self._client.execute(
+                    Call("GET", api_path("nodes", node, "stats"))
+                )
+            except AgentdError:
+                missing.append(node)
+            else:
+                rows += [{**use, "kernel_id": f"{node}/{use['kernel_id']}"} for use in usage]
+        if missing and missing != self._missing:
+            _print_missing(missing)
+        self._missing = missing
+        return rows
 
 
 def _with_node(command: click.Command) -> click.Command:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import signal
 import sys
 import tomllib
@@ -16,6 +17,7 @@ from typing import Any, NoReturn, TypeVar
 
 import click
 from click.core import ParameterSource
+from click.shell_completion import CompletionItem
 
 from agentd.cli.option_types import UNIX
 from agentd.cli.output import (
@@ -31,9 +33,17 @@ from agentd.cli.output import (
 from agentd.client import Client
 from agentd.client.defaults import DEFAULT_SOCKET, TIMEOUT_S
 from agentd.core.names import did_you_mean
-from agentd.errors import AgentdError, UnknownAgent, Unreachable, UnsupportedResource
+from agentd.errors import (
+    AgentdError,
+    CommandNotFound,
+    Unavailable,
+    UnknownAgent,
+    Unreachable,
+    UnsupportedResource,
+)
 from agentd.host.systemd.availability import is_booted
 from agentd.program.command_line import Program
+from agentd.program.exit_status import ExitStatus
 from agentd.program.standard_streams import OutputFailed
 from agentd.tomlfile.regular_files import UnusableFile, read_regular
 
@@ -48,6 +58,11 @@ IF_UNREACHABLE = (
     "see whether the daemon runs: systemctl status agentd.socket agentd.service",
     "start both: systemctl start agentd.socket agentd.service",
 )
+
+_NOT_EXECUTABLE = re.compile(
+    r": (permission denied|exec format error|is a directory)(: unknown|: OCI .*)?$", re.IGNORECASE
+)
+"""The end of the reason why a command that exists did not start, of Linux and of engines."""
 
 
 class RpcProblem(CommandError):
@@ -71,10 +86,18 @@ class RpcProblem(CommandError):
             super().show(file)
 
 
+def print_outage(error: AgentdError) -> None:
+    """Print that a follower waits for an answer; once for each outage."""
+    fact = " ".join(f"{error.code}: {error}".split())
+    print_text(f"agentctl: {fact}; trying again until it answers", err=True)
+
+
 def _remedies(error: AgentdError) -> Iterator[str]:
     """Yield one line for each thing that may help."""
     if isinstance(error, Unreachable) and is_booted():
         yield from IF_UNREACHABLE
+    if isinstance(error, Unavailable) and (kernel_id := error.content.get("kernel_id")):
+        yield f"see whether it exists: agentctl inspect {kernel_id}"
     if isinstance(error, UnsupportedResource):
         for slot in getattr(error, "slots", ()):
             yield from suggestion(str(slot), map(str, getattr(error, "known", ())))
@@ -98,6 +121,19 @@ def suggesting_agents(client: Client, agent: str | None) -> Iterator[None]:
         raise RpcProblem.of(error, suggestion(agent or "", known)) from None
 
 
+@contextlib.contextmanager
+def _printable_errors() -> Iterator[None]:
+    """Raise what the daemon or the host refuses as an error to print."""
+    try:
+        yield
+    except AgentdError as error:
+        raise RpcProblem.of(error) from None
+    except OutputFailed:
+        raise
+    except OSError as error:
+        raise CommandError(os_error_text(error)) from None
+
+
 class RpcGroup(Program):
     """A group of commands whose errors are a daemon's."""
 
@@ -105,13 +141,14 @@ class RpcGroup(Program):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
-        except AgentdError as error:
-            raise RpcProblem.of(error) from None
-        except OutputFailed:
-            raise
-        except OSError as error:
-            raise CommandError(os_error_text(error)) from None
+            with _printable_errors():
+                return super().invoke(ctx)
+        except CommandError as error:
+            command = self.get_command(ctx, ctx.invoked_subcommand or "")
+            if not isinstance(command, CommandLine) or not command.stands_in:
+                raise
+            error.show()
+            sys.exit(stand_in_status(error))
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -126,8 +163,13 @@ class CommandLine(click.Command):
     """A command of `agentctl` that ends with another command, which has all further words.
 
     Options are read before and after each argument that comes first, such as AGENT, and end at the
-    first word that is not one.
+    first word that is not one. With `stands_in` its exit status is that of the other command, and
+    its own failures have statuses that few commands use.
     """
+
+    def __init__(self, *args: Any, stands_in: bool = False, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.stands_in = stands_in
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Read the words, with the options between the first arguments moved to the front."""
@@ -142,6 +184,18 @@ class CommandLine(click.Command):
                 return super().parse_args(ctx, [*front, *arguments, *rest])
             arguments, words = [*arguments, *rest[:1]], rest[1:]
         return super().parse_args(ctx, [*front, *arguments, *words])
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Complete options, but none of the other command."""
+        return [] if ctx.params.get("command") else super().shell_complete(ctx, incomplete)
+
+
+def stand_in_status(error: CommandError) -> ExitStatus:
+    """Return the exit status of an error of `run` and `exec`, which is not the command's."""
+    if not isinstance(error, RpcProblem) or error.content.get("code") != CommandNotFound.code:
+        return ExitStatus.CLIENT_FAILED
+    is_found = _NOT_EXECUTABLE.search(str(error.content.get("detail")))
+    return ExitStatus.NOT_EXECUTABLE if is_found else ExitStatus.NOT_FOUND
 
 
 def alias_of(command: click.Command, name: str) -> click.Command:
@@ -173,7 +227,7 @@ def pairs(values: Sequence[str]) -> dict[str, str]:
     pairs = {}
     for value in values:
         name, found, rest = value.partition("=")
-        if not found:
+        if not name or not found:
             raise click.UsageError(f"invalid value {value!r}: expected NAME=VALUE")
         if name in pairs:
             raise click.UsageError(f"duplicate name {name}")
@@ -231,56 +285,55 @@ def given_members(options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+_MOUNT = re.compile(r"([^:]+):([^:]+)(?::(ro|rw))?")
+_PORT = re.compile(r"(?:([0-9]{1,5}):)?([0-9]{1,5})(?:/([A-Za-z]+))?")
+_TMPFS = re.compile(r"([^:]+)(?::([^:]+))?")
+_ULIMIT = re.compile(r"(-?[0-9]{1,19})(?::(-?[0-9]{1,19}))?")
+
+
+def _match(form: re.Pattern[str], value: str, expected: str, whole: str = "") -> Sequence[str]:
+    """Return the parts of a value; those that it does not have are empty.
+
+    Raises:
+        UsageError: the value has another form; a part before or after a colon may not be empty.
+    """
+    match = form.fullmatch(value)
+    if match is None:
+        raise click.UsageError(f"invalid value {(whole or value)!r}: expected {expected}")
+    return match.groups("")
+
+
 def mounts(values: Sequence[str]) -> list[dict[str, Any]]:
     """Read SOURCE:TARGET[:ro|:rw]."""
-    mounts = []
-    for value in values:
-        source, _, rest = value.partition(":")
-        target, _, mode = rest.partition(":")
-        if not target or mode not in ("", "ro", "rw"):
-            raise click.UsageError(f"invalid mount {value!r}: expected SOURCE:TARGET[:ro|:rw]")
-        mounts.append({"source": source, "target": target, "read_only": mode != "rw"})
-    return mounts
+    parts = [_match(_MOUNT, value, "SOURCE:TARGET[:ro|:rw]") for value in values]
+    return [{"source": s, "target": t, "read_only": mode != "rw"} for s, t, mode in parts]
 
 
 def ports(values: Sequence[str]) -> list[dict[str, Any]]:
     """Read [HOST:]CONTAINER[/udp]."""
-    ports = []
-    for value in values:
-        address, _, protocol = value.partition("/")
-        host, _, container = address.rpartition(":")
-        try:
-            port: dict[str, Any] = {"container": int(container), "protocol": protocol or "tcp"}
-            if host:
-                port["host"] = int(host)
-        except ValueError:
-            raise click.UsageError(
-                f"invalid port {value!r}: expected [HOST:]CONTAINER[/udp]"
-            ) from None
-        ports.append(port)
-    return ports
+    parts = [_match(_PORT, value, "[HOST:]CONTAINER[/udp]") for value in values]
+    return [
+        {
+            "container": int(container),
+            "protocol": protocol or "tcp",
+            **({"host": int(host)} if host else {}),
+        }
+        for host, container, protocol in parts
+    ]
 
 
 def tmpfs(values: Sequence[str]) -> list[dict[str, Any]]:
     """Read TARGET[:SIZE]."""
-    folders = []
-    for value in values:
-        target, _, size = value.partition(":")
-        folders.append({"target": target, **({"size": size} if size else {})})
-    return folders
+    parts = [_match(_TMPFS, value, "TARGET[:SIZE]") for value in values]
+    return [{"target": target, **({"size": size} if size else {})} for target, size in parts]
 
 
 def ulimits(values: Sequence[str]) -> dict[str, Any]:
     """Read NAME=SOFT[:HARD]."""
     limits: dict[str, Any] = {}
     for name, value in pairs(values).items():
-        soft, _, hard = value.partition(":")
-        try:
-            limits[name] = {"soft": int(soft), "hard": int(hard or soft)}
-        except ValueError:
-            raise click.UsageError(
-                f"invalid ulimit {name}={value}: expected NAME=SOFT[:HARD]"
-            ) from None
+        soft, hard = _match(_ULIMIT, value, "NAME=SOFT[:HARD]", f"{name}={value}")
+        limits[name] = {"soft": int(soft), "hard": int(hard or soft)}
     return limits
 
 
@@ -416,7 +469,7 @@ def chosen_address(root: click.Context) -> str | None:
     """
     given = [name for name in _ADDRESSES if root.params.get(name)]
     named = [name for name in given if _is_on_command_line(root, name)]
-    if len(named) > 1:
+    if len(named) > 1 and not root.resilient_parsing:
         both = " and ".join(_ADDRESSES[name] for name in named[:2])
         raise click.UsageError(f"{both} exclude each other: name one daemon", root)
     return next(iter(named or given), None)
