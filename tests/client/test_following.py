@@ -307,6 +307,7 @@ EVENTS: dict[str, tuple[list[Any], dict[str, str], list[str], list[str | None], 
         ["1", "NotReady", "NotReady", "2"], {}, ["1", "2"], [None, "1", "1", "1"], 1,
     ),
     "no event before the break": (["", "5"], {}, ["reset", "5"], [None, None], 1),
+    "an event without its end": (["1", "~2", "2"], {}, ["1", "2"], [None, "1", "1"], 2),
     "after an event": (["", "8"], {"after": "7"}, ["8"], ["7", "7"], 1),
     "refused at last": (["1", "Unauthorized"], {}, ["1", "Unauthorized"], [None, "1"], 1),
     "refused at first": (["NotReady"], {}, ["NotReady"], [None], 0),
@@ -326,6 +327,8 @@ async def test_events_are_resumed_by_their_id(tmp_path: Path, kind: str, case: s
             status = 503 if step == "NotReady" else 401
             content = {"code": step, "detail": "so", "status": status}
             return web.json_response(content, status=status)
+        if step.startswith("~"):
+            return web.Response(text=EVENT.format(step[1:]).removesuffix("\n"))
         return web.Response(text=EVENT.format(step) if step else ": agentd\n\n")
 
     async with served(tmp_path / "socket", answer):
