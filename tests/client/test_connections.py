@@ -146,6 +146,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.needs("root")
 @pytest.mark.parametrize("kind", ["asyncio", "blocking"])
 def test_path_that_falls_silent_ends_a_followed_log(kind: str) -> None:
     """A loopback that is down drops packets, as does a node without power."""
