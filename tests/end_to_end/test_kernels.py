@@ -1,6 +1,7 @@
 """Kernels, through the HTTP socket, on both runtimes."""
 
 import asyncio
+import signal
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -119,9 +120,21 @@ async def test_another_attempt_of_an_id_is_a_conflict(serving: Serving) -> None:
         assert (refused.status, odd) == (201 if odd is None else 422, odd)
 
 
-async def test_signal_arrives_at_a_running_kernel(serving: Serving) -> None:
+async def test_attempts_at_once_make_one_kernel(serving: Serving) -> None:
+    """Nomad ran both of two dispatches with one token: hashicorp/nomad#26690."""
     daemon = await serving()
+    attempts = ["0" * 16, "1" * 16] * 8
+    answers = await asyncio.gather(*(daemon.create(kernel_id="k1", attempt=a) for a in attempts))
+    by_attempt = {a: Counter[int]() for a in attempts}
+    for attempt, answer in zip(attempts, answers, strict=True):
+        by_attempt[attempt][answer.status] += 1
+    assert sorted(map(dict, by_attempt.values()), key=len) == [{409: 8}, {201: 1, 200: 7}]
+
+
+async def test_signal_arrives_at_an_adopted_kernel(daemon: Daemon) -> None:
+    await daemon.start()
     await daemon.trapping("trap 'exit 9' USR1", kernel_id="k1")
+    await daemon.restart(number=signal.SIGKILL)
     answer = await daemon.call("POST", "/v1/kernels/k1/signal", {"signal": "USR1"})
     assert (answer.status, answer.content) == (204, b"")
     ended = await until(

@@ -20,7 +20,13 @@ import click
 from agentd.core.printable import printable
 from agentd.program.exit_status import SIGNALLED, ExitStatus
 from agentd.program.parameters import CommandGroup
-from agentd.program.standard_streams import OutputFailed, flush_output, prepare_streams
+from agentd.program.standard_streams import (
+    OutputFailed,
+    flush_output,
+    has_left,
+    is_pipe,
+    prepare_streams,
+)
 
 MAX_SIGNALS = 3
 """Signals after which a process ends at once, whatever it is doing."""
@@ -88,3 +94,29 @@ def _ended_by(numbers: Sequence[int]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def ended_without_reader() -> Iterator[None]:
+    """End a command as soon as the reader of its output leaves, as `grep -q` does.
+
+    For commands that wait: without this they would run until their next output.
+    """
+
+    def on_signal(number: int, _: FrameType | None) -> None:
+        if has_left(0):  # and not the daemon at the other end of a socket
+            raise Signalled(number)
+
+    def send_signal() -> None:
+        has_left(None)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGPIPE)
+
+    if not is_pipe():
+        yield
+        return
+    before = signal.signal(signal.SIGPIPE, on_signal)
+    threading.Thread(target=send_signal, daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGPIPE, before)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import io
 import os
 import select
+import stat
 import sys
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -93,10 +94,10 @@ def write_output(data: bytes, *, err: bool = False) -> None:
     """
     stream = sys.stderr if err else sys.stdout
     stream.flush()
-    buffer: BinaryIO = stream.buffer
-    buffer.write(data)
-    buffer.flush()
-    failure: OutputFailed | None = getattr(getattr(buffer, "raw", None), "failure", None)
+    raw = getattr(stream.buffer, "raw", stream.buffer)  # a blocked write holds no lock of a buffer
+    while data:
+        data = data[raw.write(data) :]
+    failure: OutputFailed | None = getattr(raw, "failure", None)
     if failure is not None:
         raise failure
 
@@ -108,3 +109,16 @@ def flush_output() -> None:
         OutputFailed: something of the output could not be written.
     """
     write_output(b"")
+
+
+def is_pipe() -> bool:
+    """Return whether the standard output of this process is a pipe, whose reader may leave."""
+    is_own = isinstance(getattr(sys.stdout.buffer, "raw", None), _Descriptor)
+    return is_own and stat.S_ISFIFO(os.fstat(1).st_mode)
+
+
+def has_left(timeout_ms: int | None) -> bool:
+    """Return whether the reader of standard output leaves within this time; None is for ever."""
+    poll = select.poll()
+    poll.register(1, 0)
+    return bool(poll.poll(timeout_ms))

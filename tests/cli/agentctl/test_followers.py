@@ -384,3 +384,21 @@ async def test_output_that_does_not_block_is_written_whole(up: Daemon) -> None:
 def unread(pipe: int) -> int:
     """Return the bytes in a pipe."""
     return struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)))[0]
+
+
+@pytest.mark.parametrize("line", ["logs -f k1", "logs -f k1 k1", "wait k1", "events", "top"])
+async def test_follower_ends_when_its_reader_leaves(up: Daemon, line: str) -> None:
+    """As in `agentctl logs -f k1 | grep -q ready`: the kernel prints nothing more."""
+    await up.running(kernel_id="k1", command=["sh", "-c", "echo x; sleep 1000"], slots={"cpu": 0})
+    reader, writer = os.pipe()
+    process = fork_server.spawn(
+        "agentctl",
+        ["--socket", str(up.folder / "agentd.sock"), *line.split()],
+        {},
+        stdout=writer,
+        stderr=writer,
+    )
+    os.close(writer)
+    await until(lambda: catches(process.pid, signal.SIGPIPE), text="a handler of PIPE")
+    os.close(reader)
+    assert await asyncio.to_thread(process.wait, 20) == 141

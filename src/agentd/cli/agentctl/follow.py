@@ -30,6 +30,7 @@ from agentd.client.defaults import TIMEOUT_S
 from agentd.client.following import Outages
 from agentd.client.paths import api_path
 from agentd.errors import AgentdError, Unavailable, UnknownKernel, Unreachable
+from agentd.program.command_line import ended_without_reader
 from agentd.program.exit_status import ExitStatus
 from agentd.program.standard_streams import write_output
 from agentd.views import KernelView
@@ -63,6 +64,7 @@ ENDED_STATES = ("terminated", "failed", "lost")
     help="Only one of the streams. Default: both.",
 )
 @click.pass_obj
+@ended_without_reader()
 def logs(client: Client, /, kernels: Sequence[str], **options: Any) -> None:
     """Print the output of kernels.
 
@@ -168,6 +170,7 @@ def print_merged(readers: Sequence[PrintedLog]) -> None:
 )
 @click.option("--timeout", type=seconds_from(0), help="Seconds, or 10m; then exit status 3.")
 @click.pass_obj
+@ended_without_reader()
 def wait(client: Client, kernels: Sequence[str], target: str, timeout: float | None) -> None:
     """Wait until kernels reach a state.
 

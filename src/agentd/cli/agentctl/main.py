@@ -66,6 +66,7 @@ from agentd.cli.output import (
 from agentd.client import Client
 from agentd.core.hardware_names import normal_name, normal_names
 from agentd.errors import AgentdError
+from agentd.program.command_line import ended_without_reader
 from agentd.program.parameters import FilePath
 from agentd.views import KernelView
 
@@ -92,7 +93,7 @@ class NodeOrFleet(RpcGroup):
         if not is_for_fleet(ctx) or cmd_name in AT_A_GATEWAY:
             return of_node
         of_fleet = fleet_group.get_command(ctx, cmd_name)
-        if of_fleet is None and of_node is not None:
+        if of_fleet is None and of_node is not None and not ctx.resilient_parsing:
             raise click.UsageError(
                 f"{cmd_name} is a command for one node, not for a fleet:"
                 " name the node with --socket or --url"
@@ -305,6 +306,7 @@ def signal_kernel(client: Client, kernel: str, signal: str) -> None:
 @agentctl.command()
 @click.option("--after", metavar="ID", help="Begin after the event with this id.")
 @client_command
+@ended_without_reader()
 def events(client: Client, after: str | None) -> None:
     """Print events of the node as they occur.
 

@@ -18,6 +18,7 @@ from agentd.cli.output import client_command, is_table, print_answer
 from agentd.client import Client
 from agentd.client.following import Outages
 from agentd.errors import Unavailable
+from agentd.program.command_line import ended_without_reader
 from agentd.views import DeviceUseView, KernelUseView
 
 _T = TypeVar("_T")
@@ -134,6 +135,7 @@ def top(client: Client, agent: str | None, interval: float, count: int | None) -
     print_live_usage(client.stats, agent, interval, count)
 
 
+@ended_without_reader()
 def print_live_usage(
     read_usage: Callable[[], Sequence[KernelUseView]],
     agent: str | None,
