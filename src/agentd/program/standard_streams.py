@@ -12,7 +12,7 @@ import os
 import select
 import stat
 import sys
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -89,15 +89,18 @@ def prepare_streams() -> None:
 def write_output(data: bytes, *, err: bool = False) -> None:
     """Write bytes at once, after the text that was printed before.
 
+    A thread that waits for a reader holds no lock that the end of the process needs.
+
     Raises:
         OutputFailed: they, or something before them, could not be written.
     """
     stream = sys.stderr if err else sys.stdout
     stream.flush()
-    buffer: BinaryIO = stream.buffer
-    buffer.write(data)
-    buffer.flush()
-    failure: OutputFailed | None = getattr(getattr(buffer, "raw", None), "failure", None)
+    raw: Any = getattr(stream.buffer, "raw", stream.buffer)
+    rest = memoryview(data)
+    while rest:
+        rest = rest[raw.write(rest) :]
+    failure: OutputFailed | None = getattr(raw, "failure", None)
     if failure is not None:
         raise failure
 
