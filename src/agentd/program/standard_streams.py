@@ -114,6 +114,13 @@ def flush_output() -> None:
     write_output(b"")
 
 
+def discard_output() -> None:
+    """Write nothing more to standard output, whose reader may not read what is buffered."""
+    raw = getattr(sys.stdout.buffer, "raw", None)
+    if isinstance(raw, _Descriptor):
+        raw.failure = OutputFailed(InterruptedError())
+
+
 def is_pipe() -> bool:
     """Return whether the standard output of this process is a pipe, whose reader may leave."""
     is_own = isinstance(getattr(sys.stdout.buffer, "raw", None), _Descriptor)
