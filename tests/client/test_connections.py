@@ -49,6 +49,28 @@ async def test_tasks_share_one_client_and_its_session(
     assert [session.closed for session in sessions] == [True, True]
 
 
+def test_client_of_an_ended_loop_is_opened_again(tmp_path: Path) -> None:
+    async def answer(_: web.Request) -> web.StreamResponse:
+        return web.json_response({"id": "n1"})
+
+    client = AsyncClient(tmp_path / "socket")
+
+    async def enter_only() -> None:
+        async with served(tmp_path / "socket", answer):
+            await client.__aenter__()
+            assert (await client.node())["id"] == "n1"
+            with pytest.raises(RuntimeError, match="open in another event loop"):
+                await asyncio.to_thread(asyncio.run, client.__aenter__())
+
+    async def use() -> None:
+        async with served(tmp_path / "socket", answer), client:
+            assert (await client.node())["id"] == "n1"
+
+    asyncio.run(enter_only())
+    asyncio.run(use())
+    asyncio.run(use())
+
+
 async def test_refused_exec_raises_the_first_answer(tmp_path: Path) -> None:
     """Asked again without a WebSocket, a node with a free stream says that it expects one."""
     asked: list[bool] = []

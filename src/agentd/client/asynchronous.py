@@ -137,8 +137,13 @@ class AsyncClient(StreamCalls):
 
     async def _create(self, call: Call[T], member: str, timeout_s: float) -> T:
         """Make a create, and repeat it; `member` names the id in its body."""
-        limits = {"timeout_s": timeout_s, "retry_s": self._retry_s, "lost_s": self._timeout_s}
-        attempts = CreateAttempts(member, call.body or {}, **limits)
+        attempts = CreateAttempts(
+            str((call.body or {})[member]),
+            timeout_s=timeout_s,
+            retry_s=self._retry_s,
+            lost_s=self._timeout_s,
+            member=member,
+        )
         with attempts.named_errors():
             while True:
                 try:
@@ -256,7 +261,7 @@ class AsyncClient(StreamCalls):
                     while chunk := await answer.read():
                         for event in log.parse(chunk):
                             yield event
-                raise Unreachable(f"{self._address}: the event stream ended")
+                raise Unreachable(f"{self._address}: agentd closed it")
             except Unavailable as error:
                 pause_s = log.pause_s(error)
             await self._sleep(pause_s)

@@ -133,8 +133,13 @@ class Client(BlockingTransport):
 
     def _create(self, call: Call[T], member: str, timeout_s: float) -> T:
         """Make a create, and repeat it; `member` names the id in its body."""
-        limits = {"timeout_s": timeout_s, "retry_s": self._retry_s, "lost_s": self._timeout_s}
-        attempts = CreateAttempts(member, call.body or {}, **limits)
+        attempts = CreateAttempts(
+            str((call.body or {})[member]),
+            timeout_s=timeout_s,
+            retry_s=self._retry_s,
+            lost_s=self._timeout_s,
+            member=member,
+        )
         with attempts.named_errors():
             while True:
                 try:
@@ -252,7 +257,7 @@ class Client(BlockingTransport):
                     while chunk := answer.read():
                         for event in log.parse(chunk):
                             yield event
-                raise Unreachable(f"{self._address}: the event stream ended")
+                raise Unreachable(f"{self._address}: agentd closed it")
             except Unavailable as error:
                 pause_s = log.pause_s(error)
             self._sleep(pause_s)

@@ -40,20 +40,20 @@ def claim_request(request: Mapping[str, Any]) -> dict[str, Any]:
 class CreateAttempts:
     """The attempts of one create, within `timeout_s` all together.
 
-    `member` names its id in the body. It is repeated for `retry_s` after a refusal for the moment,
-    and for `lost_s` if the kernel or claim may exist.
+    It is repeated for `retry_s` after a refusal for the moment, and for `lost_s` if the kernel or
+    claim may exist. `member` names its id in the body.
     """
 
     def __init__(
         self,
-        member: str,
-        body: Mapping[str, Any],
+        created_id: str,
         *,
         timeout_s: float,
         retry_s: float,
         lost_s: float,
+        member: str = "kernel_id",
     ) -> None:
-        self._member, self._id = member, str(body[member])
+        self._member, self._id = member, created_id
         self._note = f"{member.removesuffix('_id')} {self._id} may exist"
         self._retry_s, self._lost_s = retry_s, lost_s
         self._began = time.monotonic()
