@@ -202,6 +202,25 @@ async def test_daemon_starts_without_a_service_manager(folder: Path) -> None:
     assert '"level": "error"' not in daemon.log
 
 
+@pytest.mark.parametrize(
+    ("words", "status", "exit_code"),
+    [(["k1"], 0, 15), (["k1", "usr1"], 0, 10), (["k1", "STOP"], 2, None), (["none"], 1, None)],
+    ids=["default", "by-name", "not-allowed", "unknown-kernel"],
+)
+async def test_signal_goes_to_the_named_kernel(
+    up: Daemon, words: list[str], status: int, exit_code: int | None
+) -> None:
+    script = "trap 'exit 15' TERM; trap 'exit 10' USR1"
+    await up.trapping(script, kernel_id="k1")
+    assert ctl(up, "signal", *words, code=status).stdout == ""
+    if exit_code is None:
+        assert (await up.get("/v1/kernels/k1"))["state"] == "running"
+        return
+    ctl(up, "wait", "k1")
+    assert (await up.get("/v1/kernels/k1"))["exit_code"] == exit_code
+    assert "k1 is terminated, expected running" in ctl(up, "signal", "k1", code=1).stderr
+
+
 async def test_top_lists_what_runs_and_stats_what_has_run(up: Daemon) -> None:
     await up.running(kernel_id="runs")
     await up.running(kernel_id="ended")

@@ -34,6 +34,7 @@ from agentd import log, views
 from agentd.cli.agentctl import exec as agentctl_exec
 from agentd.cli.agentctl.main import agentctl
 from agentd.cli.agentctl.options import MemberOption
+from agentd.cli.agentctl.run import Run
 from agentd.cli.agentd.main import agentd
 from agentd.client import Client
 from agentd.client.calls import Call
@@ -229,6 +230,8 @@ def effects_of(
             lambda client, call, timeout_s=None: recorder.open(client, call, timeout_s),
         ),
         (agentctl_exec, "_run_exec", recorder.async_recorder("exec", 0)),
+        (Run, "_watch", lambda _: None),
+        (Run, "_print_output", lambda _: None),
         (
             importlib.import_module("agentd.cli.agentctl.ui"),
             "_serve",

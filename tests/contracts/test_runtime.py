@@ -229,11 +229,7 @@ async def test_a_signal_reaches_the_first_process_alone(rig: Rig) -> None:
 
 async def says(rig: Rig, text: bytes) -> None:
     """Wait until the kernel has printed this."""
-
-    async def printed() -> bytes:
-        return b"".join([chunk async for chunk in rig.runtime.logs(K1, LogQuery())])
-
-    await until(printed, text, within_s=30)
+    await until(lambda: read_log(rig.runtime, K1), (0, text), within_s=30)
 
 
 async def test_remove_leaves_nothing_and_can_be_repeated(rig: Rig) -> None:

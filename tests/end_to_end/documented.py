@@ -28,6 +28,7 @@ BODIES: Mapping[str, Mapping[str, Any]] = {
     "create_claim": {name: CLAIM[name] for name in ("holder", "slots")},
     "get_edits": {"claims": [CLAIM["claim_id"]]},
     "put_engine": {"ready": True},
+    "signal_kernel": {"signal": "USR1"},
 }
 """Bodies by the beginnings of the operations' names."""
 STREAMS = ("get_events", "exec_kernel")

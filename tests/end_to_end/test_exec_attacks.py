@@ -133,6 +133,12 @@ async def test_pings_do_not_replace_the_first_frame(plain: Daemon) -> None:
     assert told.json()["problem"]["errors"][0]["why"] == "no first frame in 1 s"
 
 
+async def test_node_gives_a_sign_of_life_before_the_command_starts(daemon) -> None:
+    await daemon.running(kernel_id="k1", command=SLEEPER)
+    async with websocket(daemon, autoping=False) as wire, asyncio.timeout(30):
+        assert (await wire.receive()).type is aiohttp.WSMsgType.PONG
+
+
 @pytest.mark.parametrize("how", ["stopped", "killed"])
 async def test_a_command_ends_with_its_kernel(daemon, client, how: str) -> None:
     """Nobody keeps a kernel's devices by a shell that was forgotten in it."""

@@ -119,6 +119,17 @@ async def test_another_attempt_of_an_id_is_a_conflict(serving: Serving) -> None:
         assert (refused.status, odd) == (201 if odd is None else 422, odd)
 
 
+async def test_attempts_at_once_make_one_kernel(serving: Serving) -> None:
+    """Nomad ran both of two dispatches with one token: hashicorp/nomad#26690."""
+    daemon = await serving()
+    attempts = ["0" * 16, "1" * 16] * 8
+    answers = await asyncio.gather(*(daemon.create(kernel_id="k1", attempt=a) for a in attempts))
+    by_attempt = {a: Counter[int]() for a in attempts}
+    for attempt, answer in zip(attempts, answers, strict=True):
+        by_attempt[attempt][answer.status] += 1
+    assert sorted(map(dict, by_attempt.values()), key=len) == [{409: 8}, {201: 1, 200: 7}]
+
+
 async def test_signal_arrives_at_a_running_kernel(serving: Serving) -> None:
     daemon = await serving()
     await daemon.trapping("trap 'exit 9' USR1", kernel_id="k1")

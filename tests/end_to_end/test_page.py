@@ -136,13 +136,46 @@ async def test_lost_connection_is_shown_and_mended(node: Daemon, page: Visit) ->
     page.errors.clear()  # the browser reports what could not be fetched
 
 
+BARS = r"printf '10%%\r 55%%\r'; printf '100%%\r\n\033[1;31mred\033[0m \033]0;title\007'; "
+BARS += r"printf '(\033[Kerased) xx\b\by\b\033'; printf '[32mz\n12%%\r34%%\r'; sleep 1000"
+
+
+async def test_progress_bars_show_their_last_frame(node: Daemon, page: Visit) -> None:
+    await node.running("research", kernel_id="bars", command=["sh", "-c", BARS])
+    await page.page.click("text=bars")
+    await page.until("#details .output", "34%")
+    shown = await page.page.locator("#details .output").evaluate("place => place.textContent")
+    assert shown == "100%\nred (erased) zx\n34%"
+
+
+async def test_output_goes_on_where_a_broken_answer_ended(node: Daemon, page: Visit) -> None:
+    count = "n=0; while :; do echo step $((n=n+1)); sleep 0.1; done"
+    await node.running("research", kernel_id="loud", command=["sh", "-c", count])
+    await page.page.click("text=loud")
+    for last in (3, 20, 40):
+        await page.until("#details .output", f"step {last}\n")
+        await node.stop()
+        await page.until("#details .output", "trying again")
+        await node.start()
+    await page.until("#details .output", "step 60\n")
+    shown = await page.page.locator("#details .output").evaluate("place => place.textContent")
+    steps = shown.split("\n")[:60]
+    assert steps == [f"step {number}" for number in range(1, 61)]
+    assert sum("/logs?" in url and "tail=" in url for url in page.asked) == 1
+    page.errors.clear()  # the browser reports what could not be fetched
+
+
 @pytest.mark.parametrize(
     "size", [5_000_000, pytest.param(50_000_000, marks=pytest.mark.soak)]
 )  # far more than the page keeps
+@pytest.mark.parametrize(
+    "line", ["y\\n", "y", "\\r", "\\033["], ids=["lines", "one", "bar", "escape"]
+)
 async def test_page_stays_responsive_with_endless_output(
-    node: Daemon, page: Visit, size: int
+    node: Daemon, page: Visit, size: int, line: str
 ) -> None:
-    command = ["sh", "-c", f"yes | head -c {size}; echo over; sleep 1000"]
+    flood = f"yes | tr -d '\\n' | head -c {size} | sed 's/y/{line}/g'"
+    command = ["sh", "-c", f"{flood}; echo over; sleep 1000"]
     await node.running("research", kernel_id="loud", command=command)
     await page.page.click("text=loud")
     await page.until("#details .output", "over", 60_000)

@@ -154,6 +154,17 @@ def read(file: Path) -> bytes:
     return b""
 
 
+async def test_new_address_is_taken_by_the_old_tab(node: Tokens, browser: Browser) -> None:
+    async with shown(node.daemon) as address, context(browser) as page:
+        await page.page.goto(f"{address.partition('#')[0]}#token=of-the-command-before")
+        await page.until("#login-problem", "not known here")
+        await page.page.goto(address)  # differs in its fragment only, so nothing is loaded
+        await page.page.wait_for_selector("#main:not([hidden])")
+        for _ in range(2):
+            assert "token" not in page.page.url
+            await page.page.go_back()
+
+
 async def test_half_a_body_does_not_hold_the_relay(node: Tokens) -> None:
     short = {"agentd.cli.agentctl.ui.BODY_TIMEOUT_S": 0.2}
     options = ("--socket", str(node.daemon.folder / "agentd.sock"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import suppress
 
 import aiohttp
@@ -17,6 +17,32 @@ from agentd.errors import Unreachable
 
 CLOSE_TIMEOUT_S = 2.0
 """Seconds that the far end may take to close."""
+
+SILENCE_S = 10.0
+"""Seconds without a frame of the far end, which sends one each second, after which it is lost."""
+
+
+async def read_frames(
+    websocket: aiohttp.ClientWebSocketResponse,
+) -> AsyncGenerator[aiohttp.WSMessage]:
+    """Yield frames until the connection ends, and answer pings.
+
+    Raises:
+        TimeoutError: the far end is silent.
+    """
+    is_silent = False
+    while not websocket.closed:
+        try:
+            frame = await websocket.receive(SILENCE_S / 2)
+        except TimeoutError:
+            if is_silent:
+                raise TimeoutError(f"no sign of life for {SILENCE_S:g} s") from None
+            is_silent = True  # or this process was stopped, and there are frames now
+            continue
+        is_silent = False
+        if frame.type is aiohttp.WSMsgType.PING:
+            await websocket.pong(frame.data)
+        yield frame
 
 
 async def close_websocket(websocket: aiohttp.ClientWebSocketResponse) -> None:
@@ -39,7 +65,8 @@ class Execution:
         print(command.exit_code)
 
     Iteration yields the stream (1 standard output, 2 standard error) and bytes; with a terminal all
-    of it is 1. A command that did not start raises the daemon's refusal at the first step.
+    of it is 1. A command that did not start raises the daemon's refusal at the first step. A lost
+    connection and ten seconds of silence raise `Unreachable`; the node then ends the command.
     """
 
     def __init__(self, websocket: aiohttp.ClientWebSocketResponse, address: str) -> None:
@@ -52,22 +79,20 @@ class Execution:
         self._has_frame = asyncio.Event()
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, bytes]]:
-        async for frame in self._websocket:
-            self._has_frame.set()
-            if frame.type is aiohttp.WSMsgType.PING:
-                await self._websocket.pong(frame.data)
-            elif frame.type is aiohttp.WSMsgType.BINARY:
-                self.is_reading = False
-                yield frame.data[0], frame.data[1:]
-                self.is_reading = True
-            elif frame.type is aiohttp.WSMsgType.TEXT:
-                content = json.loads(frame.data)
-                if "problem" in content:
-                    problem = content["problem"]
-                    raise error_from_response(problem["status"], json.dumps(problem).encode(), None)
-                self.exit_code = int(content["exit_code"])
-                return
-        raise Unreachable(f"{self._address}: the connection ended before the command did")
+        reason = "the connection ended before the command did"
+        try:
+            async for frame in read_frames(self._websocket):
+                self._has_frame.set()
+                if frame.type is aiohttp.WSMsgType.BINARY:
+                    self.is_reading = False
+                    yield frame.data[0], frame.data[1:]
+                    self.is_reading = True
+                elif frame.type is aiohttp.WSMsgType.TEXT:
+                    self.exit_code = _parse_exit_code(frame.data)
+                    return
+        except (TimeoutError, ConnectionError) as error:
+            reason = str(error) or reason
+        raise Unreachable(f"{self._address}: {reason}")
 
     async def has_frame(self, seconds: float) -> bool:
         """Wait for a frame for a limited time, and return whether one was read.
@@ -93,3 +118,15 @@ class Execution:
     async def send_signal(self, name: str) -> None:
         """Send a signal by its name, such as INT."""
         await self._websocket.send_str(json.dumps({"signal": name}))
+
+
+def _parse_exit_code(text: str) -> int:
+    """Return the exit code in the last frame.
+
+    Raises:
+        AgentdError: the command did not start.
+    """
+    content = json.loads(text)
+    if (problem := content.get("problem")) is not None:
+        raise error_from_response(problem["status"], json.dumps(problem).encode(), None)
+    return int(content["exit_code"])

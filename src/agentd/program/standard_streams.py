@@ -12,7 +12,7 @@ import os
 import select
 import stat
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -96,10 +96,9 @@ def write_output(data: bytes, *, err: bool = False) -> None:
     """
     stream = sys.stderr if err else sys.stdout
     stream.flush()
-    raw: Any = getattr(stream.buffer, "raw", stream.buffer)
-    rest = memoryview(data)
-    while rest:
-        rest = rest[raw.write(rest) :]
+    raw = getattr(stream.buffer, "raw", stream.buffer)  # a blocked write holds no lock of a buffer
+    while data:
+        data = data[raw.write(data) :]
     failure: OutputFailed | None = getattr(raw, "failure", None)
     if failure is not None:
         raise failure

@@ -4,7 +4,8 @@ The client's first text frame names the command. Its binary frames are input, un
 frames to the client begin with one byte for the stream, 1 or 2. Text frames are JSON:
 `{"resize": [columns, rows]}`, `{"stdin": "closed"}` and `{"signal": "INT"}` from the client. The
 last one to the client is `{"exit_code": 0}`, or `{"problem": …}` (RFC 9457) if the command did not
-start. A client that disconnects ends the command.
+start. The client gets a pong each second, and takes ten seconds of silence for a lost connection.
+A client that disconnects ends the command.
 """
 
 from __future__ import annotations
@@ -50,9 +51,10 @@ async def run_exec(
     session: Session | None = None
     overflow: TooManyControlFrames | None = None
     frames = websocket.frames()
+    heartbeat_task = asyncio.create_task(send_heartbeats(websocket))  # before the command, too
     try:
         session = await begin(await _receive_request(frames))
-        await _copy_streams(websocket, frames, session)
+        await _copy_streams(websocket, frames, session, heartbeat_task)
     except TooManyControlFrames as error:
         overflow = error
         warn_of_client("exec.aborted", path=request.path, reason=str(error))
@@ -68,6 +70,8 @@ async def run_exec(
         with suppress(ConnectionError):
             await websocket.send_str(json.dumps({"problem": problem}))
     finally:
+        heartbeat_task.cancel()
+        await asyncio.gather(heartbeat_task, return_exceptions=True)
         if session is not None:
             await complete_shielded(session.close())
         await websocket.end(overflow)
@@ -92,25 +96,25 @@ async def _receive_request(frames: AsyncGenerator[WSMessage]) -> ExecSpec:
 
 
 async def _copy_streams(
-    websocket: LimitedSocket, frames: AsyncGenerator[WSMessage], session: Session
+    websocket: LimitedSocket,
+    frames: AsyncGenerator[WSMessage],
+    session: Session,
+    heartbeat_task: asyncio.Task[None],
 ) -> None:
     """Copy both directions until the command ends or the client disconnects."""
     input_queue: asyncio.Queue[bytes | None] = asyncio.Queue(QUEUED)
     input_task = asyncio.create_task(_write_input(session, input_queue))
     frames_task = asyncio.create_task(_read_frames(frames, session, input_queue))
     output_task = asyncio.create_task(_send_output(websocket, session))
-    probe_task = asyncio.create_task(send_heartbeats(websocket))
     try:
-        ends = [output_task, frames_task, probe_task]
+        ends = [output_task, frames_task, heartbeat_task]
         done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
     finally:
-        for task in (input_task, frames_task, output_task, probe_task):
+        for task in (input_task, frames_task, output_task):
             task.cancel()
-        await asyncio.gather(
-            input_task, frames_task, output_task, probe_task, return_exceptions=True
-        )
+        await asyncio.gather(input_task, frames_task, output_task, return_exceptions=True)
 
 
 async def _send_output(websocket: LimitedSocket, session: Session) -> None:

@@ -18,13 +18,16 @@ export class Refused extends Error {
 }
 
 export const token = {
-  /** Take the token that the address brings, which is not to stay there. */
+  /** Take the token that the address brings, now or when another one is pasted; it does not stay there. */
   arrive() {
     const text = new URLSearchParams(location.hash.slice(1)).get("token");
     if (text) {
       sessionStorage.setItem(KEY, text);
       history.replaceState(null, "", location.pathname + location.search);
     }
+    window.addEventListener("hashchange", () => {
+      if (location.hash.startsWith("#token=")) location.reload();
+    });
   },
   keep: (text) => sessionStorage.setItem(KEY, text),
   forget: () => sessionStorage.removeItem(KEY),

@@ -1,76 +1,102 @@
 // What a kernel prints, as it comes.
 
 import { open, Refused } from "./api.js";
+import { TerminalText } from "./terminal.js";
 
 const MOST = 256 * 1024;
 const TAIL = 500;
 const PAUSE_MS = 1000;
 
-/** Show a kernel's output from its last lines on; after a drop from its last lines again. */
+/** Show a kernel's output from its last lines on; after a drop go on where it ended. */
 export async function follow(id, element, isOver, signal) {
-  const text = new Text(element);
-  for (let isLost = false; ; ) {
+  const output = new Output(element);
+  for (;;) {
     try {
-      const response = await open(path(id), { signal });
-      isLost = false;
-      await copy(response, text);
+      const response = await open(path(id, output.position), { signal });
+      await output.copy(response);
       if (isOver()) {
-        if (!text.length) text.add("It has printed nothing.");
+        if (output.isEmpty) output.say("It has printed nothing.");
         return;
       }
     } catch (error) {
       if (signal.aborted) return;
       const isFinal = isOver() || (error instanceof Refused && [401, 403].includes(error.status));
-      if (!isLost) text.add(`\n[cannot be read${isFinal ? "" : ", trying again"}: ${error.message}]`);
+      output.say(`[cannot be read${isFinal ? "" : ", trying again"}: ${error.message}]`);
       if (isFinal) return;
-      isLost = true;
     }
     await new Promise((resolve) => setTimeout(resolve, PAUSE_MS));
     if (signal.aborted) return;
   }
 }
 
-const path = (id) => `/v1/kernels/${encodeURIComponent(id)}/logs?follow=true&tail=${TAIL}`;
-
-async function copy(response, text) {
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  text.clear();
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    text.add(value);
-  }
+function path(id, position) {
+  const start = position === null ? `tail=${TAIL}` : `from=${position}`;
+  return `/v1/kernels/${encodeURIComponent(id)}/logs?follow=true&${start}`;
 }
 
-/** The end of a text, drawn once a frame however often it grows; it stays at its end unless one reads further up. */
-class Text {
+/** The end of an output, drawn once a frame however often it grows; it stays at its end unless one reads further up. */
+class Output {
+  /** The position after the last byte that was read; null before the first answer. */
+  position = null;
   #place;
+  #decoder = new TextDecoder();
+  #text = new TerminalText(MOST);
   #pending = "";
-  length = 0;
+  #notice = "";
+  #last = document.createTextNode("");
+  #isDrawn = false;
 
   constructor(element) {
     this.#place = element;
+    element.replaceChildren(this.#last);
   }
 
-  clear() {
-    this.#place.replaceChildren();
-    this.#pending = "";
-    this.length = 0;
+  get isEmpty() {
+    return !this.position;
   }
 
-  add(text) {
-    if (!this.#pending) requestAnimationFrame(() => this.#draw());
-    this.#pending = (this.#pending + text).slice(-MOST);
-    this.length += text.length;
+  async copy(response) {
+    const start = Number(response.headers.get("Log-Position"));
+    if (this.position !== null && start > this.position) {
+      this.#decoder = new TextDecoder();
+      this.#add(`\n[${start - this.position} bytes were dropped by the node]\n`);
+    }
+    this.position = start;
+    this.say("");
+    const reader = response.body.getReader();
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      this.position += value.byteLength;
+      this.#add(this.#decoder.decode(value, { stream: true }));
+    }
+  }
+
+  /** Show a notice after the output, instead of the one before. */
+  say(notice) {
+    this.#notice = notice && `\n${notice}`;
+    this.#drawSoon();
+  }
+
+  #add(text) {
+    this.#pending = (this.#pending + this.#text.add(text)).slice(-MOST);
+    this.#drawSoon();
+  }
+
+  #drawSoon() {
+    if (!this.#isDrawn) requestAnimationFrame(() => this.#draw());
+    this.#isDrawn = true;
   }
 
   #draw() {
+    this.#isDrawn = false;
     const element = this.#place;
     const isAtEnd = element.scrollTop + element.clientHeight >= element.scrollHeight - 8;
-    if (this.#pending) element.append(this.#pending);
+    if (this.#pending) this.#last.before(this.#pending);
     this.#pending = "";
+    this.#last.data = this.#text.line + this.#notice;
     let length = element.textContent.length;
-    while (length > MOST && element.childNodes.length > 1) {
+    while (length > MOST && element.firstChild !== this.#last) {
       length -= element.firstChild.length;
       element.firstChild.remove();
     }

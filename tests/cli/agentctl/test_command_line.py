@@ -7,7 +7,9 @@ import pytest
 from click.testing import CliRunner
 
 from agentd.cli.agentctl.main import agentctl
-from agentd.cli.agentctl.options import CommandLine
+from agentd.cli.agentctl.options import CommandLine, RpcProblem, stand_in_status
+from agentd.cli.output import CommandError
+from agentd.errors import CommandNotFound, Unreachable
 
 WORDS = ["train", "--env", "a=b", "-s", "1", "--label=x", "--id", "--unknown", "-h", "--", "--help"]
 """The words of a command, with options that agentctl has, too."""
@@ -118,6 +120,33 @@ def test_command_of_the_caller_has_all_its_words(path: str) -> None:
 
 def test_commands_that_end_with_another_are_known() -> None:
     assert sorted(COMMANDS) == ["claim", "create", "exec", "fleet create", "fleet exec", "run"]
+
+
+RUNC = "OCI runtime exec failed: exec failed: unable to start container process: exec: "
+
+
+@pytest.mark.parametrize(
+    ("reason", "status"),
+    [
+        ("No such file or directory", 127),
+        ("Not a directory", 127),
+        ("Permission denied", 126),
+        ("Exec format error", 126),
+        (f'{RUNC}"x": executable file not found in $PATH: unknown', 127),
+        (f'{RUNC}"/etc/passwd": permission denied: unknown', 126),
+        (f'{RUNC}"/": is a directory: unknown', 126),
+        ("crun: open executable: Permission denied: OCI permission denied", 126),
+        ("crun: `x` not found in $PATH: No such file or directory: OCI runtime attempted", 127),
+    ],
+)
+def test_command_that_exists_is_not_executable(reason: str, status: int) -> None:
+    error = CommandNotFound(f"command 'x: permission denied': {reason}")
+    assert stand_in_status(RpcProblem.of(error)) == status
+
+
+@pytest.mark.parametrize("error", [RpcProblem.of(Unreachable("x")), CommandError("x")])
+def test_other_failures_are_those_of_agentctl(error: CommandError) -> None:
+    assert stand_in_status(error) == 125
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ async def test_dry_run_prints_the_decision_and_runs_nothing(up: Daemon) -> None:
 async def test_run_with_an_empty_value_is_refused(up: Daemon, option: str) -> None:
     """A script's `--claim "$AGENTD_CLAIM"` without this variable must not run without the claim."""
     done = await run(up, option, "", "--", "echo", "ran").done()
-    assert (done.status, done.stdout) == (125, ""), done.stderr
+    assert (done.status, done.stdout) == (2, ""), done.stderr
     assert await ids(up) == []
 
 

@@ -84,6 +84,10 @@ async def test_attempt_of_a_kernel_holds_in_the_fleet(fleet) -> None:
     other = await gateway.create(kernel_id="once", attempt="00000000000000bb")
     assert (other.status, other.json["code"]) == (409, "KernelConflict")
     assert "another attempt created it; use another id" in other.json["detail"]
+    together = await asyncio.gather(
+        *(gateway.create(kernel_id="many", attempt=a * 16) for a in "0101010101")
+    )
+    assert sorted(answer.status for answer in together) == [200] * 4 + [201] + [409] * 5
     node = first.json["node_id"]
     assert (await gateway.call("DELETE", f"/v1/kernels/once?node={node}&timeout=0")).status == 204
     assert (await gateway.create(kernel_id="once", attempt="00000000000000bb")).status == 201

@@ -17,6 +17,7 @@ from agentd_fleet.gateway.views import node_view
 from agentd_fleet.nodes.calls import NodeAnswer
 from agentd_fleet.placement.choice import (
     Constraints,
+    NodeCordoned,
     PlacementPolicy,
     choose_candidates,
     classify_rejections,
@@ -133,6 +134,14 @@ def test_node_cordoned_during_a_pull_gets_no_kernel(monkeypatch: pytest.MonkeyPa
         assert not gateway.placer._failed.is_suspect("n2")
 
     run(1, story, monkeypatch)
+
+
+def test_cordon_after_the_view_has_its_reason_in_the_refusal() -> None:
+    view = fleet(ready("c"))
+    refused = [("c", NodeCordoned(CORDONED))]
+    error = refusal_error(view, ONE_CPU, Constraints(nodes=frozenset({"c"})), refused)
+    assert isinstance(error, NodeUnavailable)
+    assert "1 cordoned: new disk" in str(error)
 
 
 async def test_cordon_stays_over_reports_and_losses() -> None:

@@ -9,7 +9,7 @@ import os
 import shutil
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import msgspec
 import pytest
@@ -223,6 +223,32 @@ async def test_clone_waits_for_the_lease_of_either_key(etcd: EtcdClient, part: s
     report = await etcd.get(node_key("nodes"))
     assert report is not None
     assert msgspec.json.decode(report.value)["url"] == "unix:/first"
+
+
+async def test_waiting_clone_waits_also_once_both_keys_are_deleted(etcd: EtcdClient) -> None:
+    async with publishing(etcd, "unix:/first", lease=9):
+        await until(lambda: etcd.get(node_key("free")))
+        with capture_logs() as lines:
+            async with publishing(etcd, "unix:/clone", "i@1:2"):
+                await until(lambda: lines)
+                for _ in range(3):
+                    await etcd.delete(node_key("nodes"))
+                    await etcd.delete(node_key("free"))
+                    report = await until(lambda: etcd.get(node_key("nodes")))
+                    assert msgspec.json.decode(report.value)["url"] == "unix:/first"
+
+
+async def test_waiting_clone_has_the_id_once_the_lease_has_ended(etcd: EtcdClient) -> None:
+    async with AsyncExitStack() as stack:
+        lines = stack.enter_context(capture_logs())
+        async with publishing(etcd, "unix:/first", lease=4):
+            await until(lambda: etcd.get(node_key("free")))
+            await stack.enter_async_context(publishing(etcd, "unix:/clone", "i@1:2"))
+            await until(lambda: lines)
+        await etcd.delete(node_key("nodes"))
+        await etcd.delete(node_key("free"))
+        report = await until(lambda: etcd.get(node_key("nodes")), within_s=WITHIN_S)
+        assert msgspec.json.decode(report.value)["url"] == "unix:/clone"
 
 
 @pytest.mark.parametrize("call", ["get", "grant", "put_if", "keep_alive"])

@@ -5,6 +5,8 @@ import signal
 
 import pytest
 
+from agentd.client import AsyncClient
+from agentd.errors import NodeUnavailable
 from end_to_end.fleet.fleet_world import GatewayProgram, World
 from support.daemon import Answer
 
@@ -69,3 +71,21 @@ async def test_call_for_a_kernel_of_a_silent_node_fails_soon(world: World, state
     process.send_signal(signal.SIGCONT)
     proxy.mend()
     assert await world.census() == {"k1": [node]}
+
+
+async def test_exec_ends_with_the_path_to_its_node(world: World) -> None:
+    await world.start_etcd()
+    (node,) = await world.start_nodes("none")
+    proxy = await world.proxy(node)
+    world.join(node, url=proxy.endpoint)
+    gateway = world.gateway(deadlines={"agentd.client.exec.SILENCE_S": 2.0})
+    await gateway.until({node: "ready"})
+    assert (await gateway.create(kernel_id="k1")).status == 201
+    command = ["sh", "-c", "echo; sleep 100000"]
+    async with AsyncClient(gateway.socket) as client, client.exec("k1", command) as running:
+        await anext(aiter(running))
+        proxy.drop()
+        with pytest.raises(NodeUnavailable, match=f"node {node}: no sign of life for 2 s"):
+            async for _ in running:
+                pass
+    proxy.mend()

@@ -99,6 +99,10 @@ ANSWERS = {
         {"n1": "RuntimeFailure", "n2": "KernelConflict", "n3": "KernelConflict"},
         (0, "KernelConflict"),
     ),
+    "one is of another version": (
+        {"n1": "InvalidSlotCombination", "n2": "InvalidSlotAmount"},
+        (201, "n3"),
+    ),
     "it is invalid": (dict.fromkeys(("n1", "n2", "n3"), "InvalidRequest"), (0, "InvalidRequest")),
 }
 
@@ -124,6 +128,20 @@ def test_refusal_of_one_node_outweighs_no_agreement(
             assert await fleet.one.create(f"k{number}") == outcome
             assert len(creates(fleet)) <= 2
         assert outcome[0] == 201 or fleet.store.rows == {}
+
+    run(1, story, monkeypatch)
+
+
+@pytest.mark.parametrize("code", ["InvalidSlotCombination", "InvalidRequest", *FINAL])
+def test_refusal_of_a_create_outweighs_no_agreement(monkeypatch: Any, code: str) -> None:
+    """The first node is full, the others agree, and the second one then refuses."""
+    monkeypatch.setattr(simulated, "NODES", ("n1", "n2", "n3"))
+
+    async def story(fleet: Fleet) -> None:
+        packed(fleet)
+        fleet.nodes.room["n1"] = 0
+        fleet.nodes.failing = {"n2": code}
+        assert await fleet.one.create("k1") == (201, "n3")
 
     run(1, story, monkeypatch)
 

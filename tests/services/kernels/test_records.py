@@ -1,6 +1,7 @@
 """Records of kernels, while no runtime answers and after a restart."""
 
 import pytest
+from msgspec.structs import replace
 
 from agentd.core.kernel.states import KernelState
 from agentd.errors import (
@@ -34,6 +35,18 @@ async def test_a_record_says_how_far_its_kernel_has_come(rig: Rig) -> None:
     assert rig.memory.records["k1"].phase is Phase.ENDED
     await rig.service.remove("k1")
     assert rig.memory.records == {}
+
+
+async def test_interrupted_create_keeps_its_attempt(rig: Rig) -> None:
+    rig.runtime.fail_create = RuntimeError("the answer is lost")
+    spec = replace(rig.spec(), attempt="a")
+    with pytest.raises(OutcomeUnknown):
+        await rig.service.create(spec)
+    after = await restarted(rig)
+    with pytest.raises(OutcomeUnknown, match="retry later"):
+        await after.service.create(spec)
+    with pytest.raises(KernelConflict, match="another attempt"):
+        await after.service.create(replace(spec, attempt="b"))
 
 
 async def test_unreadable_record_holds_all_until_the_runtime_lists(rig) -> None:

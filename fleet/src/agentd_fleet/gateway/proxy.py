@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterable, Mapping
 from contextlib import AsyncExitStack
 
@@ -10,11 +11,12 @@ import aiohttp
 import structlog
 from aiohttp import web
 
-from agentd.client.exec import close_websocket
+from agentd.client.exec import close_websocket, read_frames
 from agentd.client.paths import next_query
 from agentd.concurrency import complete_shielded
 from agentd.errors import NodeUnavailable
 from agentd.http.callers import caller_of
+from agentd.http.problem_responses import problem_members
 from agentd.http.queries import receive_body
 from agentd.http.streaming.streaming_responses import LOG_POSITION
 from agentd.http.streaming.websocket import LimitedSocket, TooManyControlFrames, send_heartbeats
@@ -95,7 +97,7 @@ async def proxy_websocket(
     try:
         await client_socket.prepare(request)
         to_node = asyncio.create_task(_copy_to_node(client_socket, node_socket))
-        to_client = asyncio.create_task(_copy_to_client(node_socket, client_socket))
+        to_client = asyncio.create_task(_copy_to_client(node, node_socket, client_socket))
         probing = asyncio.create_task(send_heartbeats(client_socket))
         try:
             await asyncio.wait([to_node, to_client, probing], return_when=asyncio.FIRST_COMPLETED)
@@ -129,12 +131,14 @@ async def _copy_to_node(
 
 
 async def _copy_to_client(
-    node_socket: aiohttp.ClientWebSocketResponse, client_socket: LimitedSocket
+    node: FleetNode, node_socket: aiohttp.ClientWebSocketResponse, client_socket: LimitedSocket
 ) -> None:
-    async for frame in node_socket:
-        if frame.type is aiohttp.WSMsgType.BINARY:
-            await client_socket.send_bytes(frame.data)
-        elif frame.type is aiohttp.WSMsgType.TEXT:
-            await client_socket.send_str(frame.data)
-        elif frame.type is aiohttp.WSMsgType.PING:
-            await node_socket.pong(frame.data)
+    try:
+        async for frame in read_frames(node_socket):
+            if frame.type is aiohttp.WSMsgType.BINARY:
+                await client_socket.send_bytes(frame.data)
+            elif frame.type is aiohttp.WSMsgType.TEXT:
+                await client_socket.send_str(frame.data)
+    except TimeoutError as silence:
+        problem = problem_members(NodeUnavailable.code, f"node {node.node_id}: {silence}")
+        await client_socket.send_str(json.dumps({"problem": problem}))

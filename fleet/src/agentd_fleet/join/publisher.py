@@ -16,6 +16,7 @@ import os
 import random
 import signal
 import sys
+import time
 import uuid
 from pathlib import Path
 from typing import TypeVar
@@ -54,6 +55,8 @@ FREE_PAUSE_S = 1.0
 """Minimum seconds between two reports of free amounts."""
 MAX_RENEW_PERIOD_S = 10.0
 """Maximum seconds between two renewals, after which a deleted key is written again."""
+LOCK_TRIES, LOCK_PAUSE_S = 10, 0.1
+"""Tries to lock the id of this install, and seconds between two."""
 MAX_RETRY_S = 3.0
 """Maximum seconds before a retry, which are a fifth of the lease in a small fleet."""
 PARTS = ("nodes", "free", "known")
@@ -84,6 +87,8 @@ class Publisher:
         self._reading: NodeReading | None = None
         self._changed = asyncio.Event()
         self._lease = 0
+        self._foreign_lease = 0
+        """Lease of another publisher, as it was read last; it counts until it ends."""
         self._renew_at = 0.0
         self._unwritten_since = math.inf
         self._pairs: dict[str, KeyValue] = {}
@@ -115,7 +120,8 @@ class Publisher:
             if (reading := self._reading) is None:
                 continue
             if reading.node_id != node_id:  # the keys of the other id end with their lease
-                node_id, self._lease, self._pairs = reading.node_id, 0, {}
+                node_id, self._pairs = reading.node_id, {}
+                self._lease = self._foreign_lease = 0
             try:
                 if loop.time() >= self._renew_at:
                     await self._renew(reading)
@@ -163,14 +169,20 @@ class Publisher:
         """Read the node's keys.
 
         Raises:
-            NodeIdTaken: another publisher has the node id, until the lease of its keys has ended. A
-                key without a lease vouches for nobody.
+            NodeIdTaken: another publisher has the node id, until the lease of its keys has ended,
+                also if these are deleted meanwhile. A key without a lease vouches for nobody.
         """
         pairs = {part: await self._read_key(part, reading) for part in PARTS}
         node, free, known = pairs.values()
         report, record = _parse(node, NodeReport), _parse(known, KnownNode)
-        leases = {pair.lease for pair in (node, free) if pair is not None}
-        if leases - {0, self._lease} and not self._is_own(report):
+        leases = {pair.lease for pair in (node, free) if pair is not None} - {0, self._lease}
+        self._foreign_lease = (
+            0 if self._is_own(report) else max(leases, default=self._foreign_lease)
+        )
+        if self._foreign_lease and not leases:
+            remaining_s = await self._etcd.time_to_live(self._foreign_lease)
+            self._foreign_lease = self._foreign_lease if remaining_s >= 0 else 0
+        if self._foreign_lease:
             if known is not None and record is not None and record.rival != self._url:
                 rival_record = msgspec.json.encode(replace(record, rival=self._url))
                 with contextlib.suppress(EtcdRefused):  # then the owner does not learn of it
@@ -293,7 +305,8 @@ def lock_install_id(folder: Path) -> str:
     """Return an id of this install that no copy of it and no other process has.
 
     The id in the file is created once. Its device and inode distinguish it from copies, and a lock
-    that ends with this process from other processes here, which get a random id.
+    that ends with this process from other processes here, which get a random id. A process that is
+    just ending may hold the lock for a moment longer.
 
     Raises:
         OSError: the id cannot be saved.
@@ -306,12 +319,13 @@ def lock_install_id(folder: Path) -> str:
         new_path.replace(path)
     descriptor = os.open(path, os.O_RDONLY)  # open until this process ends
     install_id = path.read_text().strip()
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return f"{install_id}@{uuid.uuid4().hex}"
-    status = os.fstat(descriptor)
-    return f"{install_id}@{status.st_dev}:{status.st_ino}"
+    for _ in range(LOCK_TRIES):
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            status = os.fstat(descriptor)
+            return f"{install_id}@{status.st_dev}:{status.st_ino}"
+        time.sleep(LOCK_PAUSE_S)
+    return f"{install_id}@{uuid.uuid4().hex}"
 
 
 async def publish(options: JoinOptions) -> None:

@@ -6,11 +6,17 @@ failed, and that it was answered otherwise.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import ssl
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    asynccontextmanager,
+    contextmanager,
+    suppress,
+)
 from http import HTTPStatus
 from typing import Any, Self
 
@@ -27,8 +33,8 @@ from agentd.errors import AgentdError, NodeUnavailable, UnknownKernel
 from agentd.http.callers import CALLER_HEADER, NODE_HEADER
 from agentd.http.connections.admission import enable_keepalive
 from agentd.http.streaming.websocket import MAX_FRAME
-from agentd_fleet.view.fleet_state import ANSWER_TIMEOUT_S, FleetState
-from agentd_fleet.view.fleet_view import FleetNode, NodeStatus
+from agentd_fleet.view.fleet_state import ANSWER_TIMEOUT_S, SILENT_STATUSES, FleetState
+from agentd_fleet.view.fleet_view import FleetNode
 from agentd_fleet.view.reports import UNREADABLE, unreachable_reason
 
 log = structlog.get_logger()
@@ -106,11 +112,18 @@ class Nodes:
         self._tls = tls
         self._sessions: dict[str, aiohttp.ClientSession] = {}
         self._replaced: list[aiohttp.ClientSession] = []
+        self._told: set[str] = set()
+        """The nodes that are unreachable according to the last line of the log about them."""
+        self._probes: set[asyncio.Task[None]] = set()
+        state.probe_soon = self._probe_soon
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        for task in self._probes:
+            task.cancel()
+        await asyncio.gather(*self._probes, return_exceptions=True)
         for session in (*self._sessions.values(), *self._replaced):
             await session.close()
         self._sessions = {}
@@ -135,8 +148,9 @@ class Nodes:
     ) -> NodeAnswer:
         """Call a node and return its answer, even a problem.
 
-        The call takes at most `patience_s`, and `ANSWER_TIMEOUT_S` while the node is not ready. A
-        node that did not answer this gateway's last call must answer a probe first.
+        The call takes at most `patience_s`, and `ANSWER_TIMEOUT_S` once the node turns silent and
+        does not answer a probe. One that is silent, or did not answer this gateway's last call,
+        must answer a probe first.
 
         Raises:
             NodeNotCalled: no connection could be made.
@@ -164,16 +178,18 @@ class Nodes:
     def _note(self, node: FleetNode, reason: str) -> None:
         """Note why calls to a node fail, or with "" that one was answered.
 
-        The state of a node that is not ready says already that it does not answer.
+        The state of a silent node says already that it does not answer.
         """
         current = self._state.node(node.node_id)
         if current is None or current.url != node.url:
             return
-        if reason and current.status is not NodeStatus.READY:
+        if reason and current.status in SILENT_STATUSES:
             return
-        if reason and not current.unreachable:
+        if reason and not current.unreachable and self._state.may_log(node.node_id):
+            self._told.add(node.node_id)
             log.warning("node.unreachable", node_id=node.node_id, address=node.url, reason=reason)
-        elif current.unreachable and not reason:
+        elif not reason and node.node_id in self._told:
+            self._told.remove(node.node_id)
             log.info("node.reached", node_id=node.node_id)
         self._state.set_unreachable(node.node_id, reason)
 
@@ -202,6 +218,16 @@ class Nodes:
             await self.call(node, GATEWAY, "GET", PROBE_PATH, patience_s=ANSWER_TIMEOUT_S)
         except NodeAnswerLost as error:
             raise NodeNotCalled(str(error)) from None
+
+    def _probe_soon(self, node_id: str) -> None:
+        if (node := self._state.node(node_id)) is not None:
+            task = asyncio.create_task(self._probe_quietly(node))
+            self._probes.add(task)
+            task.add_done_callback(self._probes.discard)
+
+    async def _probe_quietly(self, node: FleetNode) -> None:
+        with suppress(NodeUnavailable):
+            await self.probe(node)
 
     @asynccontextmanager
     async def open_response(
@@ -268,7 +294,8 @@ class Nodes:
         """
         if reason := unreachable_reason(node.url):
             raise NodeNotCalled(f"node {node.node_id}: {node.exclusion_reason or reason}")
-        if node.node_id in self._state.unreachable and path != PROBE_PATH:
+        is_doubtful = node.node_id in self._state.unreachable or self._state.is_silent(node.node_id)
+        if is_doubtful and path != PROBE_PATH:
             await self.probe(node)
         session, address = self._session(node.url)
         token = {} if node.url.startswith(UNIX) else self._headers

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import msgspec
 
 from agentd.core.slots import ResourceSlots, SlotReading, read_slots
-from agentd.errors import UnsupportedResource
+from agentd.errors import NodeUnavailable, UnsupportedResource
 from agentd_fleet.view.fleet_view import FleetNode, FleetView, NodeStatus
 
 
@@ -252,6 +252,14 @@ def _reject_node(
 def cordon_reason(node: FleetNode) -> str:
     """Return the class of a cordoned node, with the operator's reason; empty for another one."""
     return "" if node.cordon is None else f"cordoned: {node.cordon.reason}".removesuffix(": ")
+
+
+class NodeCordoned(NodeUnavailable):
+    """A node was cordoned after the request took its view; `reason` is its class."""
+
+    def __init__(self, node: FleetNode) -> None:
+        self.reason = cordon_reason(node)
+        super().__init__(f"node {node.node_id} is {self.reason}")
 
 
 def _agent_rejection_reason(

@@ -26,6 +26,7 @@ from agentd.errors import (
 from agentd_fleet.placement.choice import (
     MAX_NAMED,
     Constraints,
+    NodeCordoned,
     RejectionClass,
     RejectionKind,
     classify_rejections,
@@ -110,6 +111,8 @@ def _called_classes(refused: Sequence[tuple[str, AgentdError]]) -> list[Rejectio
 
 
 def _class_of_error(error: AgentdError) -> str:
+    if isinstance(error, NodeCordoned):
+        return error.reason
     return "full when asked" if error.code == "InsufficientResource" else f"said {error.code}"
 
 

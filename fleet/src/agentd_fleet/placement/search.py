@@ -23,6 +23,8 @@ from agentd.errors import (
     ImageUnavailable,
     InsufficientResource,
     InvalidRequest,
+    InvalidSlotAmount,
+    InvalidSlotCombination,
     NodeUnavailable,
     Unavailable,
 )
@@ -31,9 +33,9 @@ from agentd_fleet.placement.attempts import PlacementUnknown, RouteTakenOver, cr
 from agentd_fleet.placement.backend import FleetBackend
 from agentd_fleet.placement.choice import (
     Candidate,
+    NodeCordoned,
     PlacementPolicy,
     choose_candidates,
-    cordon_reason,
 )
 from agentd_fleet.placement.requests import PlacementRequest
 from agentd_fleet.view.fleet_state import ANSWER_TIMEOUT_S
@@ -92,7 +94,8 @@ def _is_final(error: AgentdError) -> bool:
 
     The gateway has validated the body, so a node that finds it invalid may be of another version.
     """
-    return error.scope is Scope.REQUEST and not isinstance(error, InvalidRequest)
+    validated = (InvalidRequest, InvalidSlotAmount, InvalidSlotCombination)
+    return error.scope is Scope.REQUEST and not isinstance(error, validated)
 
 
 class AgentQuery(msgspec.Struct, frozen=True):
@@ -131,9 +134,8 @@ class Search:
         while self.final is None and self._tries and (self._queue or self._draw()):
             first, is_asking = self._queue[0], bool(self.refused) or self._query.is_dry_run
             node = self._state.node(first.node_id)
-            if node is not None and (reason := cordon_reason(node)):  # since the view
-                error = NodeUnavailable(f"node {first.node_id} is {reason}")
-                self.refused.append((self._queue.popleft().node_id, error))
+            if node is not None and node.cordon is not None:  # since the view
+                self.refused.append((self._queue.popleft().node_id, NodeCordoned(node)))
                 continue
             if first in self.decisions or not (is_asking or self._is_doubtful(first.node_id)):
                 return self._queue.popleft()
@@ -145,11 +147,14 @@ class Search:
         return self._failed.is_suspect(node_id) or not self._state.has_answered(node_id)
 
     def refuse(self, candidate: Candidate, error: AgentdError) -> None:
-        """Note that an agent that was called refused, or cannot be called."""
+        """Note that an agent that was called refused, or cannot be called.
+
+        A refusal is final unless others have agreed.
+        """
         is_free = _is_node_failure(error) and len(self.refused) < MAX_REFUSALS
         self._tries -= not is_free
         self._note_refusal(candidate, error)
-        if _is_final(error):
+        if _is_final(error) and self.decisions.keys().isdisjoint(self._queue):
             self.final = error
 
     def _note_refusal(self, candidate: Candidate, error: AgentdError) -> None:

@@ -201,6 +201,11 @@ class EtcdClient:
         answer, _ = await self._transport.call("/v3/lease/keepalive", {"ID": str(lease)})
         return int(answer["result"].get("TTL", 0))
 
+    async def time_to_live(self, lease: int) -> int:
+        """Return the remaining seconds of a lease, -1 if it is gone; it is not kept alive."""
+        answer, _ = await self._transport.call("/v3/lease/timetolive", {"ID": str(lease)})
+        return int(answer.get("TTL", 0))
+
     async def have_revisions(self, revisions: Mapping[str, int]) -> bool:
         """Return whether each key has its revision, as far as one member knows yet."""
         compare = [_revision_is(key, revision) for key, revision in revisions.items()]

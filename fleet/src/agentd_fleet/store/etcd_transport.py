@@ -37,6 +37,8 @@ _HTTP_STATUS = {2: 500, 4: 504, 7: 403, 8: 429, 13: 500, 14: 503, 15: 500, 16: 4
 """The HTTP status by the gRPC code, for streams of etcd 3.6, which lack it; else 400."""
 LOGIN_PAUSE_S = 5.0
 """Seconds for which a refusal counts for every call: each login costs etcd a bcrypt."""
+MAX_LOGINS = 3
+"""Logins of one call."""
 T = TypeVar("T")
 
 
@@ -196,7 +198,10 @@ class EtcdTransport:
         raise EtcdUnavailable("; ".join(faults))
 
     async def _as_user(self, endpoint: str, attempt: Callable[[str, str], Awaitable[T]]) -> T:
-        """Make a call with the current token, and once more after a login if that is refused."""
+        """Make a call with the current token, and again after a login if that is refused.
+
+        Users may change once more during a login, which ends the new token, too.
+        """
         if not self._credentials.user:
             try:
                 return await attempt(endpoint, "")
@@ -204,6 +209,10 @@ class EtcdTransport:
                 raise EtcdRefused(str(error)) from None
         token = self._token
         if token is not None:
+            with contextlib.suppress(_TokenRefused):
+                return await attempt(endpoint, token)
+        for _ in range(MAX_LOGINS - 1):
+            token = await self._renew_token(endpoint, token)
             with contextlib.suppress(_TokenRefused):
                 return await attempt(endpoint, token)
         return await attempt(endpoint, await self._renew_token(endpoint, token))

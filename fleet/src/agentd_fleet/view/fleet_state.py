@@ -23,8 +23,9 @@ ANSWERED_S = 15.0
 MAX_LOGGED, LOGGED_S = 8, 3600.0
 """Maximum reasons of one node that are logged in this many seconds."""
 ANSWER_TIMEOUT_S = 3.0
-"""Seconds for a connection, its names included; for a decision; and for any answer of a node that
-is not ready."""
+"""Seconds for a connection, its names included; for a decision; and for a call of a silent node."""
+SILENT_STATUSES = (NodeStatus.DAEMON_DOWN, NodeStatus.LOST)
+"""The statuses of a node that, as far as the store tells, answers nobody."""
 FOLD_S = 0.005
 """Seconds in which reports are collected before they are folded."""
 
@@ -42,6 +43,8 @@ class FleetState:
         self._debits: dict[str, asyncio.TimerHandle] = {}
         self._fold_timer: asyncio.TimerHandle | None = None
         self._limit_callbacks: defaultdict[str, set[Callable[[], None]]] = defaultdict(set)
+        self.probe_soon: Callable[[str], None] = lambda _: None
+        """Called with a node that turned silent during calls, which end unless it answers."""
         self._cordons: dict[str, Cordon] = {}
         self._cordon_changed = asyncio.Event()
         self._unreachable: dict[str, str] = {}
@@ -70,11 +73,13 @@ class FleetState:
     def update_node(self, node: FleetNode) -> None:
         """Apply a node's report."""
         previous = self._reported.get(node.node_id)
-        is_ready = node.status is NodeStatus.READY
-        was_ready = previous is not None and previous.status is NodeStatus.READY
-        if previous is not None and (previous.url != node.url or is_ready > was_ready):
-            self._unreachable.pop(node.node_id, None)
+        is_silent = node.status in SILENT_STATUSES
+        was_silent = previous is None or previous.status in SILENT_STATUSES
+        is_changed = is_silent is not was_silent
+        if previous is not None and (previous.url != node.url or is_changed):
             self._answered_at.pop(node.node_id, None)
+            if not is_silent or previous.url != node.url:
+                self._unreachable.pop(node.node_id, None)
         node = replace(
             node,
             cordon=self._cordons.get(node.node_id),
@@ -85,23 +90,28 @@ class FleetState:
         self._unfolded[node.node_id] = self._reported[node.node_id] = node
         self._fold_soon()
         self._forgotten.discard(node.node_id)
-        if is_ready is not was_ready:
+        if is_changed:
             self._limit_calls(node.node_id)
 
     def log_reason(self, node: FleetNode) -> None:
         """Log the reason of a node's new report; a node that alternates does not fill the log."""
         previous, reason = self._reported.get(node.node_id), node.reported_reason
-        since, count = self._logged.get(node.node_id, (-math.inf, 0))
-        if (now := time.monotonic()) >= since + LOGGED_S:
-            since, count = now, 0
         event = "node.unusable"
         if node.status is NodeStatus.NEWER:
             event = "node.schema_unsupported"
         elif node.exclusion_reason:
             event = "node.read_failed"
-        if count < MAX_LOGGED and (previous is None or previous.reported_reason != reason):
-            self._logged[node.node_id] = since, count + 1
+        is_new = previous is None or previous.reported_reason != reason
+        if is_new and self.may_log(node.node_id):
             log.warning(event, address=node.url, node_id=node.node_id, reason=reason)
+
+    def may_log(self, node_id: str) -> bool:
+        """Count a reason of a node, and return whether it is one of the few that are logged."""
+        since, count = self._logged.get(node_id, (-math.inf, 0))
+        if (now := time.monotonic()) >= since + LOGGED_S:
+            since, count = now, 0
+        self._logged[node_id] = since, count + 1
+        return count < MAX_LOGGED
 
     def set_cordon(self, node_id: str, cordon: Cordon | None) -> None:
         """Apply that a node is cordoned, or with None that it is not; it need not be known yet."""
@@ -122,6 +132,7 @@ class FleetState:
         """Apply why calls of this gateway to a node fail, or with "" that one was answered."""
         if not reason:
             self._answered_at[node_id] = asyncio.get_running_loop().time()
+            self._limit_calls(node_id)
         if reason == self._unreachable.get(node_id, ""):
             return
         if reason:
@@ -142,6 +153,11 @@ class FleetState:
             node_id not in self._unreachable
             and asyncio.get_running_loop().time() - answered_at < ANSWERED_S
         )
+
+    def is_silent(self, node_id: str) -> bool:
+        """Return whether a node is unknown, or silent as far as the store and its calls tell."""
+        node = self.node(node_id)
+        return node is None or (node.status in SILENT_STATUSES and not self.has_answered(node_id))
 
     def _apply_again(self, node_id: str) -> None:
         if (reported := self._reported.get(node_id)) is not None:
@@ -204,7 +220,7 @@ class FleetState:
 
     @asynccontextmanager
     async def call_timeout(self, node_id: str, limit_s: float) -> AsyncIterator[None]:
-        """Limit a call to a node, to `ANSWER_TIMEOUT_S` while the node is not ready.
+        """Limit a call to a node, to `ANSWER_TIMEOUT_S` while the node is silent.
 
         Raises:
             TimeoutError: the call took longer.
@@ -213,11 +229,10 @@ class FleetState:
         deadline = loop.time() + limit_s
 
         def limit() -> None:
-            node = self.node(node_id)
-            is_ready = node is not None and node.status is NodeStatus.READY
             if not timeout.expired():
                 soon = loop.time() + ANSWER_TIMEOUT_S
-                timeout.reschedule(deadline if is_ready else min(deadline, soon))
+                is_silent = self.is_silent(node_id)
+                timeout.reschedule(min(deadline, soon) if is_silent else deadline)
 
         async with asyncio.timeout_at(deadline) as timeout:
             callbacks = self._limit_callbacks[node_id]
@@ -238,8 +253,11 @@ class FleetState:
         _ = self.view
 
     def _limit_calls(self, node_id: str) -> None:
-        for limit in self._limit_callbacks.get(node_id, ()):
-            limit()
+        if callbacks := self._limit_callbacks.get(node_id):
+            for limit in callbacks:
+                limit()
+            if self.is_silent(node_id):
+                self.probe_soon(node_id)
 
     def _next_revision(self) -> int:
         self._revision += 1

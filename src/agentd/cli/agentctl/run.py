@@ -37,7 +37,13 @@ from agentd.cli.agentctl.create import (
     print_decision,
 )
 from agentd.cli.agentctl.follow import ENDED_STATES, STARTING_STATES
-from agentd.cli.agentctl.options import CommandLine, RpcProblem, member_option, suggesting_agents
+from agentd.cli.agentctl.options import (
+    CommandLine,
+    RpcProblem,
+    member_option,
+    stand_in_status,
+    suggesting_agents,
+)
 from agentd.client import Client
 from agentd.client.calls import Call
 from agentd.client.creates import kernel_request
@@ -47,7 +53,6 @@ from agentd.concurrency import start_call
 from agentd.core.printable import printable
 from agentd.errors import (
     AgentdError,
-    CommandNotFound,
     InvalidRequest,
     KernelConflict,
     Unavailable,
@@ -189,8 +194,9 @@ class Run:
             is_gone = isinstance(event, UnknownKernel) or not self._is_created
             if not (signals and is_gone):
                 remedies = [self._hint] if self._is_created and not is_gone else []
-                RpcProblem.of(event, remedies).show()
-                return _status_of(event)
+                problem = RpcProblem.of(event, remedies)
+                problem.show()
+                return stand_in_status(problem)
             if isinstance(event, Unavailable):  # a signal cancelled its create
                 self._tell(f"kernel {self._kernel_id} may exist: {event}")
             return SIGNALLED + signals[0]
@@ -451,13 +457,3 @@ def write_all(descriptor: int, data: bytes) -> None:
             data = data[os.write(descriptor, data) :]
         except BlockingIOError:
             select.select([], [descriptor], [])
-
-
-def _status_of(error: AgentdError) -> int:
-    if not isinstance(error, CommandNotFound):
-        return ExitStatus.CLIENT_FAILED
-    return (
-        ExitStatus.NOT_EXECUTABLE
-        if "permission denied" in str(error).lower()
-        else ExitStatus.NOT_FOUND
-    )

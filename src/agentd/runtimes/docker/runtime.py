@@ -424,7 +424,10 @@ class DockerRuntime:
             try:
                 await self._docker.call("POST", path, {"signal": str(number)})
             except DockerError as error:
-                if error.status not in (NOT_FOUND, CONFLICT):
+                if error.status in (NOT_FOUND, CONFLICT):
+                    return False
+                found = await self.find(ref)  # engines answer 500 if its process has just ended
+                if found is not None and found.is_alive:
                     raise
                 return False
         return True
