@@ -159,21 +159,32 @@ async def test_end_of_the_daemon_is_told(kernel: Daemon, number: int) -> None:
         assert terminal.mode == terminal.mode_before
 
 
+@pytest.mark.parametrize("name", ["exec", "run"])
 @pytest.mark.parametrize(
     "words",
     [
-        ["--socket", "no-such.sock", "exec", "k1", "true"],
-        ["--url", "http://127.0.0.1:1", "exec", "k1", "true"],
-        ["--url", "http://127.0.0.1:1", "--token-file", "no-such", "exec", "k1", "true"],
-        ["--config", "no-such.toml", "exec", "k1", "true"],
-        ["--fleet", "unix:no-such.sock", "exec", "k1", "true"],
-        ["fleet", "exec", "k1", "true"],
+        ["--socket", "no-such.sock"],
+        ["--url", "http://127.0.0.1:1"],
+        ["--url", "http://127.0.0.1:1", "--token-file", "no-such"],
+        ["--config", "no-such.toml"],
     ],
 )
-def test_exec_without_a_daemon_ends_with_125(words: Sequence[str]) -> None:
-    done = fork_server.run("agentctl", *words, env={})
+def test_command_without_a_daemon_ends_with_125(words: Sequence[str], name: str) -> None:
+    done = fork_server.run("agentctl", *words, name, "one", "true", env={})
     assert (done.returncode, done.stdout) == (125, "")
     assert done.stderr.startswith("agentctl: ")
+
+
+@pytest.mark.parametrize("words", [["--fleet", "unix:no-such.sock", "exec"], ["fleet", "exec"]])
+def test_exec_without_a_gateway_ends_with_125(words: Sequence[str]) -> None:
+    done = fork_server.run("agentctl", *words, "k1", "true", env={})
+    assert (done.returncode, done.stdout) == (125, "")
+    assert done.stderr.startswith("agentctl: ")
+
+
+def test_dry_run_without_a_daemon_ends_with_1() -> None:
+    words = ["--socket", "no-such.sock", "run", "a", "--dry-run", "true"]
+    assert fork_server.run("agentctl", *words, env={}).returncode == 1
 
 
 async def test_options_of_the_command_are_its_own(kernel: Daemon) -> None:
