@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from aiohttp import web
 
 from agentd.client import AsyncClient
+from agentd.client.defaults import enable_keepalive
 from agentd.errors import TooManyStreams, Unreachable
 from support.web_server import served
 
@@ -98,11 +100,13 @@ async def test_server_without_websockets_is_an_error(tmp_path: Path) -> None:
 
 
 SILENCE = """
-import asyncio, json, subprocess, sys, threading
+import asyncio, json, os, subprocess, sys, threading
 from aiohttp import web
-from agentd.client import AsyncClient, Client
+from agentd.client import AsyncClient, Client, defaults
 from agentd.errors import Unavailable
 
+seconds = {5: 1, 2: 1, 3: 2, 10_000: 2_000}  # a tenth of the time is enough here
+defaults.TCP_OPTIONS = [(*name, seconds.get(value, value)) for *name, value in defaults.TCP_OPTIONS]
 kind = sys.argv[1]
 subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
 
@@ -136,7 +140,6 @@ async def main():
         while not told:
             await asyncio.sleep(0.05)
     print(json.dumps(str(told[0])), flush=True)
-    import os
     os._exit(0)
 
 asyncio.run(main())
@@ -152,6 +155,19 @@ def test_path_that_falls_silent_ends_a_followed_log(kind: str) -> None:
     line, outage = map(json.loads, done.stdout.splitlines())
     assert line == "line\n"
     assert outage.startswith("the log of k1 was cut off before its end: http://127.0.0.1:")
+
+
+def test_dead_path_is_noticed_within_about_ten_seconds() -> None:
+    with socket.socket() as connection:
+        enable_keepalive(connection)
+        options = ("SO_KEEPALIVE", "TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT")
+        levels = (socket.SOL_SOCKET, *[socket.IPPROTO_TCP] * 3)
+        values = [
+            connection.getsockopt(level, getattr(socket, name))
+            for level, name in zip(levels, options, strict=True)
+        ]
+        assert values == [1, 5, 2, 3]
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 10_000
 
 
 def test_importing_the_blocking_client_stays_cheap() -> None:
