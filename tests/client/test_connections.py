@@ -15,6 +15,7 @@ from aiohttp import web
 from agentd.client import AsyncClient
 from agentd.client.defaults import enable_keepalive
 from agentd.errors import TooManyStreams, Unreachable
+from support.fork_server import run
 from support.web_server import served
 
 
@@ -178,3 +179,24 @@ def test_importing_the_blocking_client_stays_cheap() -> None:
     )
     loaded = set(done.stdout.split())
     assert not loaded & {"asyncio", "aiohttp", "pydantic", "click", "uuid", "msgspec"}
+
+
+@pytest.mark.parametrize(
+    ("head", "body", "reason"),
+    [
+        ("Content-Length: 100", "[]", "IncompleteRead"),
+        ("Content-Length: 7", "<html/>", "the answer is not JSON"),
+    ],
+    ids=["cut", "not JSON"],
+)
+async def test_odd_list_of_a_fleet_is_one_error(head: str, body: str, reason: str) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(f"HTTP/1.1 200 OK\r\n{head}\r\n\r\n{body}".encode())
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server, asyncio.timeout(20):
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        done = await asyncio.to_thread(run, "agentctl", "--fleet", url, "ls")
+    assert (done.returncode, reason in done.stderr) == (1, True), done
+    assert "Traceback" not in done.stderr
