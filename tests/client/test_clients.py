@@ -242,7 +242,7 @@ async def test_the_client_without_asyncio_has_the_same_calls(plain: Daemon) -> N
     await asyncio.to_thread(life)
     shared = {name for name, _ in inspect.getmembers(Client, inspect.isfunction)}
     others = {name for name, _ in inspect.getmembers(AsyncClient, inspect.isfunction)}
-    assert {n for n in shared if n[0] != "_"} - {"open", "asynchronous"} <= others
+    assert {n for n in shared if n[0] != "_"} - {"open", "fetch", "asynchronous"} <= others
 
 
 async def test_a_loop_of_503_ends_at_the_deadline(plain: Daemon) -> None:
@@ -327,7 +327,7 @@ OPTIONAL = {"kernels": "agent_id", "stats": "kernel_id"}
 def test_every_route_has_a_call() -> None:
     node = Recorder()
     names = {name for name in dir(Client) if name[0] != "_"}
-    for name in names - {"asynchronous", "execute", "open"}:
+    for name in names - {"asynchronous", "execute", "fetch", "open"}:
         method = getattr(node, name)
         required = {
             parameter.name: {} if parameter.name == "request" else "x"

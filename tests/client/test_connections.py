@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,9 @@ import pytest
 from aiohttp import web
 
 from agentd.client import AsyncClient
+from agentd.client.defaults import enable_keepalive
 from agentd.errors import TooManyStreams, Unreachable
+from support.fork_server import run
 from support.web_server import served
 
 
@@ -49,6 +52,28 @@ async def test_tasks_share_one_client_and_its_session(
     assert [session.closed for session in sessions] == [True, True]
 
 
+def test_client_of_an_ended_loop_is_opened_again(tmp_path: Path) -> None:
+    async def answer(_: web.Request) -> web.StreamResponse:
+        return web.json_response({"id": "n1"})
+
+    client = AsyncClient(tmp_path / "socket")
+
+    async def enter_only() -> None:
+        async with served(tmp_path / "socket", answer):
+            await client.__aenter__()
+            assert (await client.node())["id"] == "n1"
+            with pytest.raises(RuntimeError, match="open in another event loop"):
+                await asyncio.to_thread(asyncio.run, client.__aenter__())
+
+    async def use() -> None:
+        async with served(tmp_path / "socket", answer), client:
+            assert (await client.node())["id"] == "n1"
+
+    asyncio.run(enter_only())
+    asyncio.run(use())
+    asyncio.run(use())
+
+
 async def test_refused_exec_raises_the_first_answer(tmp_path: Path) -> None:
     """Asked again without a WebSocket, a node with a free stream says that it expects one."""
     asked: list[bool] = []
@@ -76,11 +101,13 @@ async def test_server_without_websockets_is_an_error(tmp_path: Path) -> None:
 
 
 SILENCE = """
-import asyncio, json, subprocess, sys, threading
+import asyncio, json, os, subprocess, sys, threading
 from aiohttp import web
-from agentd.client import AsyncClient, Client
+from agentd.client import AsyncClient, Client, defaults
 from agentd.errors import Unavailable
 
+seconds = {5: 1, 2: 1, 3: 2, 10_000: 2_000}  # a tenth of the time is enough here
+defaults.TCP_OPTIONS = [(*name, seconds.get(value, value)) for *name, value in defaults.TCP_OPTIONS]
 kind = sys.argv[1]
 subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
 
@@ -114,13 +141,13 @@ async def main():
         while not told:
             await asyncio.sleep(0.05)
     print(json.dumps(str(told[0])), flush=True)
-    import os
     os._exit(0)
 
 asyncio.run(main())
 """
 
 
+@pytest.mark.needs("root")
 @pytest.mark.parametrize("kind", ["asyncio", "blocking"])
 def test_path_that_falls_silent_ends_a_followed_log(kind: str) -> None:
     """A loopback that is down drops packets, as does a node without power."""
@@ -132,6 +159,19 @@ def test_path_that_falls_silent_ends_a_followed_log(kind: str) -> None:
     assert outage.startswith("the log of k1 was cut off before its end: http://127.0.0.1:")
 
 
+def test_dead_path_is_noticed_within_about_ten_seconds() -> None:
+    with socket.socket() as connection:
+        enable_keepalive(connection)
+        options = ("SO_KEEPALIVE", "TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT")
+        levels = (socket.SOL_SOCKET, *[socket.IPPROTO_TCP] * 3)
+        values = [
+            connection.getsockopt(level, getattr(socket, name))
+            for level, name in zip(levels, options, strict=True)
+        ]
+        assert values == [1, 5, 2, 3]
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 10_000
+
+
 def test_importing_the_blocking_client_stays_cheap() -> None:
     program = "import sys, agentd.client; print(*sys.modules)"
     done = subprocess.run(
@@ -139,3 +179,24 @@ def test_importing_the_blocking_client_stays_cheap() -> None:
     )
     loaded = set(done.stdout.split())
     assert not loaded & {"asyncio", "aiohttp", "pydantic", "click", "uuid", "msgspec"}
+
+
+@pytest.mark.parametrize(
+    ("head", "body", "reason"),
+    [
+        ("Content-Length: 100", "[]", "IncompleteRead"),
+        ("Content-Length: 7", "<html/>", "the answer is not JSON"),
+    ],
+    ids=["cut", "not JSON"],
+)
+async def test_odd_list_of_a_fleet_is_one_error(head: str, body: str, reason: str) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(f"HTTP/1.1 200 OK\r\n{head}\r\n\r\n{body}".encode())
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server, asyncio.timeout(20):
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        done = await asyncio.to_thread(run, "agentctl", "--fleet", url, "ls")
+    assert (done.returncode, reason in done.stderr) == (1, True), done
+    assert "Traceback" not in done.stderr

@@ -139,11 +139,22 @@ class BlockingTransport:
 
     def _fetch(self, call: Call[Any], timeout_s: float | None) -> tuple[bytes, str | None]:
         """Return the content and the header `Link` of an answer."""
+        content, headers = self.fetch(call, timeout_s)
+        return content, headers.get("Link")
+
+    def fetch(
+        self, call: Call[Any], timeout_s: float | None = None
+    ) -> tuple[bytes, http.client.HTTPMessage]:
+        """Return the content and the headers of an answer, for callers that read other headers.
+
+        Raises:
+            AgentdError: the daemon refused, or cannot be reached.
+        """
         deadline = time.monotonic() + self._retry_s
         while True:
             try:
                 response = self.open(call, timeout_s)
-                return response.read(), response.headers.get("Link")
+                return response.read(), response.headers
             except Unavailable as error:
                 if not call.may_retry(error, deadline - time.monotonic()):
                     raise

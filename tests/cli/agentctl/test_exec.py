@@ -159,21 +159,32 @@ async def test_end_of_the_daemon_is_told(kernel: Daemon, number: int) -> None:
         assert terminal.mode == terminal.mode_before
 
 
+@pytest.mark.parametrize("name", ["exec", "run"])
 @pytest.mark.parametrize(
     "words",
     [
-        ["--socket", "no-such.sock", "exec", "k1", "true"],
-        ["--url", "http://127.0.0.1:1", "exec", "k1", "true"],
-        ["--url", "http://127.0.0.1:1", "--token-file", "no-such", "exec", "k1", "true"],
-        ["--config", "no-such.toml", "exec", "k1", "true"],
-        ["--fleet", "unix:no-such.sock", "exec", "k1", "true"],
-        ["fleet", "exec", "k1", "true"],
+        ["--socket", "no-such.sock"],
+        ["--url", "http://127.0.0.1:1"],
+        ["--url", "http://127.0.0.1:1", "--token-file", "no-such"],
+        ["--config", "no-such.toml"],
     ],
 )
-def test_exec_without_a_daemon_ends_with_125(words: Sequence[str]) -> None:
-    done = fork_server.run("agentctl", *words, env={})
+def test_command_without_a_daemon_ends_with_125(words: Sequence[str], name: str) -> None:
+    done = fork_server.run("agentctl", *words, name, "one", "true", env={})
     assert (done.returncode, done.stdout) == (125, "")
     assert done.stderr.startswith("agentctl: ")
+
+
+@pytest.mark.parametrize("words", [["--fleet", "unix:no-such.sock", "exec"], ["fleet", "exec"]])
+def test_exec_without_a_gateway_ends_with_125(words: Sequence[str]) -> None:
+    done = fork_server.run("agentctl", *words, "k1", "true", env={})
+    assert (done.returncode, done.stdout) == (125, "")
+    assert done.stderr.startswith("agentctl: ")
+
+
+def test_dry_run_without_a_daemon_ends_with_1() -> None:
+    words = ["--socket", "no-such.sock", "run", "a", "--dry-run", "true"]
+    assert fork_server.run("agentctl", *words, env={}).returncode == 1
 
 
 async def test_options_of_the_command_are_its_own(kernel: Daemon) -> None:
@@ -202,6 +213,19 @@ async def test_third_signal_ends_exec_with_its_terminal_restored(kernel: Daemon,
         for count in (1, 2):
             terminal.process.send_signal(number)
             await terminal.until(f"{name} {count}".encode())
+        terminal.process.send_signal(number)
+        assert await terminal.status() == 128 + number
+        assert terminal.mode == terminal.mode_before
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+async def test_shell_that_ignores_a_signal_is_left(kernel: Daemon, number: int) -> None:
+    """A shell on a terminal ignores TERM, and `timeout` sends nothing else."""
+    deadlines = {"agentd.cli.agentctl.exec.FINAL_TIMEOUT_S": 0.5}
+    script = "trap '' HUP TERM; echo ready; while :; do sleep 0.1; done"
+    words = ("-it", "k1", "sh", "-c", script)
+    with on_terminal(kernel, *words, deadlines=deadlines) as terminal:
+        await terminal.until(b"ready")
         terminal.process.send_signal(number)
         assert await terminal.status() == 128 + number
         assert terminal.mode == terminal.mode_before

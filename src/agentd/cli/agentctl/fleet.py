@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from copy import copy
 from functools import partial
@@ -38,6 +37,7 @@ from agentd.cli.output import client_command, output_option, print_answer, print
 from agentd.client import Client
 from agentd.client.calls import Call
 from agentd.client.defaults import CREATE_TIMEOUT_S
+from agentd.client.errors import parse_content
 from agentd.client.paths import api_path
 from agentd.errors import AgentdError
 from agentd.views import KernelUseView
@@ -88,10 +88,10 @@ def _list_over_nodes(client: Client, call: Call[list[dict[str, Any]]]) -> list[d
     missing = dict[str, None]()
     page: Call[list[dict[str, Any]]] | None = call
     while page is not None:
-        response = client.open(page)
-        rows += json.loads(response.read())
-        missing |= dict.fromkeys(response.headers.get("Fleet-Missing", "").split(","))
-        page = page.next_page(response.headers.get("Link"))
+        content, headers = client.fetch(page)
+        rows += parse_content(content)
+        missing |= dict.fromkeys(headers.get("Fleet-Missing", "").split(","))
+        page = page.next_page(headers.get("Link"))
     if names := [name for name in missing if name]:
         _print_missing(names)
     return rows

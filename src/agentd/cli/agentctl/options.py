@@ -59,6 +59,8 @@ IF_UNREACHABLE = (
     "start both: systemctl start agentd.socket agentd.service",
 )
 
+RUNS_NOTHING = "agentd.runs_nothing"
+"""In the context of a command that runs no other command now, though it can."""
 _NOT_EXECUTABLE = re.compile(
     r": (permission denied|exec format error|is a directory)(: unknown|: OCI .*)?$", re.IGNORECASE
 )
@@ -145,7 +147,8 @@ class RpcGroup(Program):
                 return super().invoke(ctx)
         except CommandError as error:
             command = self.get_command(ctx, ctx.invoked_subcommand or "")
-            if not isinstance(command, CommandLine) or not command.stands_in:
+            stands_in = isinstance(command, CommandLine) and command.stands_in
+            if not stands_in or ctx.meta.get(RUNS_NOTHING):
                 raise
             error.show()
             sys.exit(stand_in_status(error))

@@ -38,6 +38,7 @@ from agentd.cli.agentctl.create import (
 )
 from agentd.cli.agentctl.follow import ENDED_STATES, STARTING_STATES
 from agentd.cli.agentctl.options import (
+    RUNS_NOTHING,
     CommandLine,
     RpcProblem,
     member_option,
@@ -75,7 +76,7 @@ RUN_LABEL = "agentctl.run"
 _Event: TypeAlias = "signal.Signals | KernelView | BaseException"
 
 
-@click.command(cls=CommandLine)
+@click.command(cls=CommandLine, stands_in=True)
 @click.argument("agent", shell_complete=completion.agents)
 @kernel_options
 @member_option("--claim")
@@ -114,6 +115,7 @@ def run(client: Client, /, agent: str, removes: bool, **options: Any) -> None:
     if removes:
         body["remove"] = True
     if options["dry_run"]:
+        click.get_current_context().meta[RUNS_NOTHING] = True
         with explaining_refusal(), suggesting_agents(client, agent):
             print_decision(client.explain(agent, body))
         return
