@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from agentd.client import AsyncClient
-from agentd.errors import RuntimeUnavailable
+from agentd.errors import AgentdError, RuntimeUnavailable
 from support.daemon import AGENTS, Daemon, gpus
 from support.engine import IMAGE, NEEDS, Engine
 from support.needs import require
@@ -98,7 +99,7 @@ async def test_kernels_name_the_engine_stop_that_ended_them(mortal: Daemon) -> N
     assert (await mortal.get("/v1/kernels/k2"))["reason"] == "the engine was stopped"
 
 
-async def test_followed_log_names_the_engine_that_ended(mortal: Daemon) -> None:
+async def test_followed_log_waits_for_the_engine_that_ended(mortal: Daemon) -> None:
     path = mortal.folder / "agentd.sock"
     await mortal.trapping(TRAP, kernel_id="k1", image=KILLED)
     words = [BIN / "agentctl", "--socket", path, "logs", "-f", "k1"]
@@ -106,22 +107,33 @@ async def test_followed_log_names_the_engine_that_ended(mortal: Daemon) -> None:
         *words, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
     assert following.stdout is not None
+    assert following.stderr is not None
     assert await asyncio.wait_for(following.stdout.readline(), 20) == b"ready\n"
-    async with AsyncClient(path) as node:
-        chunks = node.logs("k1", follow=True)
+    told = asyncio.Queue[AgentdError]()
+    async with AsyncClient(path) as node, asyncio.timeout(90):
+        chunks = node.logs("k1", follow=True, on_outage=told.put_nowait)
         assert await anext(chunks) == b"ready\n"
+        reading = asyncio.ensure_future(read_rest(chunks))
         await asyncio.to_thread(mortal.test_engine.stop, signal.SIGKILL)
-        with pytest.raises(RuntimeUnavailable, match=r"the log of k1 was cut off .*docker.sock: "):
-            await anext(chunks)
-    _, errors = await asyncio.wait_for(following.communicate(), 20)
-    assert following.returncode == 1
-    assert b"RuntimeUnavailable: the log of k1 was cut off before its end: " in errors
+        outage = await told.get()
+        assert isinstance(outage, RuntimeUnavailable)
+        assert re.match("the log of k1 was cut off .*docker.sock: ", str(outage))
+        assert b"the log of k1 was cut off before its end: " in await following.stderr.readline()
+        await asyncio.to_thread(mortal.test_engine.start)
+        await mortal.runtime_is("available", within_s=30)
+        await node.stop_kernel("k1", 0)
+        assert await reading == b""
+        output, errors = await following.communicate()
+        assert told.empty()
+    assert (following.returncode, output, errors) == (0, b"", b"")
     events = [json.loads(line) for line in mortal.log.splitlines()]
-    of_requests = [e for e in events if e["event"].startswith(("logs.", "request."))]
-    assert [e["event"] for e in of_requests] == ["logs.interrupted"] * 2
-    assert "the engine cut its response off" in of_requests[0]["reason"]
-    await asyncio.to_thread(mortal.test_engine.start)
-    await mortal.runtime_is("available", within_s=30)
+    of_logs = [e["reason"] for e in events if e["event"] == "logs.interrupted"]
+    assert len(of_logs) == 2
+    assert "the engine cut its response off" in of_logs[0]
+
+
+async def read_rest(chunks: AsyncIterator[bytes]) -> bytes:
+    return b"".join([chunk async for chunk in chunks])
 
 
 async def test_the_reason_of_an_outage_outlives_agentd(mortal: Daemon) -> None:

@@ -1,6 +1,7 @@
 """Kernels, through the HTTP socket, on both runtimes."""
 
 import asyncio
+import signal
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -130,9 +131,10 @@ async def test_attempts_at_once_make_one_kernel(serving: Serving) -> None:
     assert sorted(map(dict, by_attempt.values()), key=len) == [{409: 8}, {201: 1, 200: 7}]
 
 
-async def test_signal_arrives_at_a_running_kernel(serving: Serving) -> None:
-    daemon = await serving()
+async def test_signal_arrives_at_an_adopted_kernel(daemon: Daemon) -> None:
+    await daemon.start()
     await daemon.trapping("trap 'exit 9' USR1", kernel_id="k1")
+    await daemon.restart(number=signal.SIGKILL)
     answer = await daemon.call("POST", "/v1/kernels/k1/signal", {"signal": "USR1"})
     assert (answer.status, answer.content) == (204, b"")
     ended = await until(

@@ -301,7 +301,11 @@ class Runtime(Protocol):
         ...
 
     async def signal(self, ref: KernelRef, number: int) -> bool:
-        """Send a signal to a kernel's first process; return False if that does not run."""
+        """Send a signal to a kernel's first process, or if that has ended to all others.
+
+        Returns:
+            False if there are none.
+        """
         ...
 
     async def remove(self, ref: KernelRef, *, unless_alive: bool = False) -> bool:

@@ -145,8 +145,14 @@ class SystemdManager:
             "SetUnitProperties", "sba(sv)", [unit, True, _to_variants(properties)]
         )
 
-    async def kill(self, unit: str, number: int, whom: Literal["all", "main"] = "all") -> bool:
-        """Send a signal to processes of a unit; return False if it has none of them."""
+    async def kill(
+        self, unit: str, number: int, whom: Literal["all", "all-fail", "main"] = "all"
+    ) -> bool:
+        """Send a signal to processes of a unit.
+
+        Returns:
+            False if it has no main process, or with `all-fail` none at all, or does not exist.
+        """
         with suppress(UnitRefused):
             await self._call_manager("KillUnit", "ssi", [unit, whom, number])
             return True

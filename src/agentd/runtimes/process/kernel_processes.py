@@ -299,16 +299,14 @@ class KernelProcesses:
             with suppress(ProcessLookupError):
                 os.killpg(leader.pid, signal.SIGTERM)
             return
-        for process in self.members():
-            process.signal(signal.SIGTERM)
+        self.signal(signal.SIGTERM)
 
-    def signal_first(self, number: int) -> bool:
-        """Signal the command, or if it has ended the oldest process; False if there is none."""
-        members = self.members() if (leader := self._leader) is None else [leader]
-        first = min(members, key=lambda process: process.start_time, default=None)
-        if first is not None:
-            first.signal(number)
-        return first is not None
+    def signal(self, number: int) -> bool:
+        """Signal the command, or if it has ended the remaining processes; False if none is left."""
+        targets = self.members() if (leader := self._leader) is None else [leader]
+        for process in targets:
+            process.signal(number)
+        return bool(targets)
 
     async def kill(self, alive: Collection[Proc]) -> None:
         """Kill these processes and those that they start meanwhile.

@@ -231,7 +231,7 @@ class ProcessRuntime:
 
     async def signal(self, ref: KernelRef, number: int) -> bool:
         with os_errors_as_unavailable():
-            return self._bundles.kernel_processes(ref.kernel_id).signal_first(number)
+            return self._bundles.kernel_processes(ref.kernel_id).signal(number)
 
     async def remove(self, ref: KernelRef, *, unless_alive: bool = False) -> bool:
         for _ in range(MAX_REMOVE_ATTEMPTS):

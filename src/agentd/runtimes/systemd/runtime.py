@@ -246,7 +246,8 @@ class SystemdRuntime:
             await changes.aclose()
 
     async def signal(self, ref: KernelRef, number: int) -> bool:
-        return await self._manager.kill(unit_name(self._node_id, ref.kernel_id), number, "main")
+        unit, kill = unit_name(self._node_id, ref.kernel_id), self._manager.kill
+        return await kill(unit, number, "main") or await kill(unit, number, "all-fail")
 
     async def remove(self, ref: KernelRef, *, unless_alive: bool = False) -> bool:
         unit = unit_name(self._node_id, ref.kernel_id)

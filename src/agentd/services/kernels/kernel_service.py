@@ -310,7 +310,7 @@ class KernelService:
         if not is_live:
             raise KernelConflict(f"kernel {kernel_id} is {kernel.state}, expected running")
         if not await self._runtime_of(kernel).signal(kernel.ref, number):
-            raise KernelConflict(f"the first process of kernel {kernel_id} does not run")
+            raise KernelConflict(f"no process of kernel {kernel_id} runs")
 
     async def remove(
         self, kernel_id: str, timeout_s: float | None = None, *, expected: Kernel | None = None
