@@ -2,14 +2,16 @@
 
 import json
 import os
+import signal
 import socket
-from contextlib import ExitStack
+from contextlib import ExitStack, aclosing
 from pathlib import Path
 
 import pytest
 
+from agentd.client.asynchronous import AsyncClient
 from end_to_end.containers import inspected, printed
-from support.daemon import AGENTS, BASE, Daemon, gpus
+from support.daemon import AGENTS, BASE, Answer, Daemon, gpus
 from support.daemon_pool import Serving
 from support.engine import Engine
 from support.engine_proxy import EngineProxy
@@ -185,6 +187,64 @@ async def test_logs_by_stream_time_and_tail(serving_docker: Serving) -> None:
     assert await log(f"since={ended['finished_at'].replace('2026', '2030')}") == b""
     for query in ("since=later", "stream=both,none", "tail=-1", "timestamps=maybe"):
         assert (await dockered.call("GET", f"/v1/kernels/k1/logs?{query}")).status == 422
+
+
+async def test_log_goes_on_after_a_drop_and_a_kill(dockered: Daemon, engine: Engine) -> None:
+    """The engine has dropped what a follower of a killed daemon has read, and more."""
+    settings = 'stop-timeout = 1\nlog-max-size = "128k"\nlog-max-files = 3'
+    dockered.configure(AGENTS, BASE.replace("stop-timeout = 1", settings))
+    await dockered.start()
+    wait = "while [ ! -e /go ]; do sleep 0.05; done; rm /go"
+    slowly = "for i in $(seq 1 29); do seq ${i}000 ${i}999; sleep 0.05; done"
+    script = f"seq 1 999; {wait}; {slowly}; {wait}; seq 30000 30999; sleep 1000"
+    kernel = await dockered.running(kernel_id="k1", command=["sh", "-c", script])
+    output = "".join(f"{n}\n" for n in range(1, 31000)).encode()
+
+    async def log(query: str = "") -> Answer:
+        return await dockered.call("GET", f"/v1/kernels/k1/logs?{query}")
+
+    def go_on() -> None:
+        body = {"Cmd": ["touch", "/go"]}
+        made = engine.call("POST", f"/containers/{kernel['container_id']}/exec", body)
+        engine.call("POST", f"/exec/{made['Id']}/start", {"Detach": True}, raw=True)
+
+    first = await until(log, lambda answer: answer.content.endswith(b"\n999\n"))
+    assert (first.headers["Log-Position"], first.content) == ("0", output[: len(first.content)])
+    read = b""
+    async with AsyncClient(dockered.folder / "agentd.sock") as client:
+        go_on()
+        async with aclosing(client.logs("k1", follow=True)) as follower:
+            while not read.endswith(b"\n29999\n"):
+                read += await anext(follower)
+    assert read == output[: len(read)]
+    await dockered.stop(signal.SIGKILL)
+    go_on()
+    await dockered.start()
+    rest = await until(
+        lambda: log(f"from={len(read)}"), lambda answer: answer.content.endswith(b"\n30999\n")
+    )
+    assert (rest.headers["Log-Position"], rest.content) == (str(len(read)), output[len(read) :])
+    cut = await log("from=100")
+    position = int(cut.headers["Log-Position"])
+    assert 100 < position < len(read)
+    assert cut.content == output[position:]
+    last = await log("tail=1")
+    assert (last.headers["Log-Position"], last.content) == (str(len(output) - 6), b"30999\n")
+    await dockered.call("DELETE", "/v1/kernels/k1?timeout=0")
+    assert not list((dockered.folder / "state" / "docker").glob("*positions*"))
+
+
+async def test_unread_log_tells_that_its_head_was_dropped(dockered: Daemon, engine: Engine) -> None:
+    settings = 'stop-timeout = 1\nlog-max-size = "16k"\nlog-max-files = 2'
+    dockered.configure(AGENTS, BASE.replace("stop-timeout = 1", settings))
+    await dockered.start()
+    await dockered.running(kernel_id="k1", command=["sh", "-c", "seq 1 9999; sleep 1000"])
+    answer = await until(
+        lambda: dockered.call("GET", "/v1/kernels/k1/logs"),
+        lambda answer: answer.content.endswith(b"\n9999\n"),
+    )
+    assert not answer.content.startswith(b"1\n")
+    assert int(answer.headers["Log-Position"]) > 0
 
 
 async def test_a_container_renamed_by_hand_stays_ours(dockered: Daemon, engine: Engine) -> None:

@@ -1,7 +1,8 @@
 """Positions in logs of lines, from a log in memory whose head a test drops."""
 
+import json
 import random
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from zlib import crc32
@@ -38,15 +39,15 @@ class MemoryLog:
     def kept_from(self) -> int:
         return len(b"".join(line for _, line in self.lines[: self.dropped]))
 
-    async def read(self, query: LogQuery, begin: str = "") -> AsyncGenerator[LogEntry]:
+    async def read(self, query: LogQuery, begin: str = "") -> AsyncGenerator[Sequence[LogEntry]]:
         self.reads += 1
         kept = self.lines[self.dropped :]
         since = begin.partition(" ")[0] or (f"{query.since_ns:06d}" if query.since_ns else "")
         kept = [(key, line) for key, line in kept if key.partition(" ")[0] >= since]
         if query.tail is not None:
             kept = kept[max(0, len(kept) - query.tail) :]
-        for key, line in kept:
-            yield LogEntry(key, line)
+        for index in range(0, len(kept), 7):
+            yield [LogEntry(key, line) for key, line in kept[index : index + 7]]
 
     async def is_whole(self) -> bool:
         return not self.was_rotated
@@ -157,14 +158,27 @@ async def test_log_of_another_kernel_has_other_positions(log, reader) -> None:
     assert await reader.read(LogQuery(from_position=2), "second") == (2, b"other\n")
 
 
-async def test_anchors_are_bounded(log, reader, monkeypatch) -> None:
-    monkeypatch.setattr("agentd.runtimes.log_positions.MAX_ANCHORS", 5)
+@pytest.mark.parametrize("dropped", [0, 10, 4000, 4980])
+async def test_anchors_are_fewer_further_back(log, reader, dropped: int) -> None:
     log.print(*(b"%d\n" % n for n in range(5000)))
     assert (await reader.read(LogQuery())) == (0, log.output)
-    assert reader.file.stat().st_size < 500
-    log.drop(4000)
+    (anchors,) = json.loads(reader.file.read_text())["anchors"].values()
+    assert len(anchors) < 100
+    log.drop(dropped)
     begin = log.kept_from
-    assert await reader.read(LogQuery(from_position=begin - 5)) == (begin, log.output[begin:])
+    asked = max(0, begin - 5)
+    assert await reader.read(LogQuery(from_position=asked)) == (begin, log.output[begin:])
+
+
+async def test_anchors_are_bounded(log, reader, monkeypatch) -> None:
+    monkeypatch.setattr("agentd.runtimes.log_positions.MAX_ANCHORS", 5)
+    log.print(*LINES)
+    assert (await reader.read(LogQuery())) == (0, log.output)
+    (anchors,) = json.loads(reader.file.read_text())["anchors"].values()
+    assert len(anchors) == 5
+    log.drop(50)
+    begin = log.kept_from
+    assert await reader.read(LogQuery()) == (begin, log.output[begin:])
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"log_id": "first", "anchors": {"x": [1]}}'])
@@ -172,6 +186,15 @@ async def test_damaged_file_is_ignored(log, reader, content: str) -> None:
     log.print(*LINES)
     reader.file.write_text(content)
     assert await reader.read(LogQuery(from_position=9)) == (9, log.output[9:])
+
+
+@pytest.mark.parametrize("asked", [0, 5])
+async def test_clock_may_have_been_set_back(log, reader, asked: int) -> None:
+    log.print(*LINES[:5])
+    log.print(*LINES[5:], time=1)
+    query = LogQuery(from_position=asked)
+    for _ in range(2):
+        assert await reader.read(query) == (asked, log.output[asked:])
 
 
 async def test_random_drops_are_all_told(log, reader) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import bisect_right
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -23,9 +23,11 @@ from agentd.errors import RuntimeUnavailable
 from agentd.runtimes.host.private_folder import PrivateFolder
 from agentd.services.protocols import KernelLog, LogQuery
 
-ANCHOR_BYTES, ANCHOR_PAUSE_S = 1 << 20, 10.0
-"""Distance between two anchors: bytes, or seconds in which less was read."""
+ANCHOR_BYTES, ANCHOR_PAUSE_S = 64 << 10, 10.0
+"""Distance between the newest anchors: bytes, or seconds in which less was read."""
 MAX_ANCHORS = 256
+_ANCHORS_PER_DISTANCE = 16
+"""Older anchors are fewer: the distance between two is this part of the distance to the end."""
 
 
 class LogEntry(NamedTuple):
@@ -60,10 +62,10 @@ class _Goal(NamedTuple):
 class LogSource(Protocol):
     """A kernel's log in its runtime."""
 
-    def read(self, query: LogQuery, begin: str = "") -> AsyncGenerator[LogEntry]:
+    def read(self, query: LogQuery, begin: str = "") -> AsyncGenerator[Sequence[LogEntry]]:
         """Yield the entries that a query selects, from the one with the key `begin` if given.
 
-        If that one was dropped, they begin with a later one.
+        They come as they are read, some at a time. If that one was dropped, they begin later.
         """
         ...
 
@@ -97,6 +99,11 @@ class LogAnchors:
         return _Saved(self._log_id)
 
     @property
+    def first(self) -> Anchor | None:
+        """The oldest anchor: no line before it is kept."""
+        return self._anchors[0] if self._anchors else None
+
+    @property
     def last(self) -> Anchor | None:
         """The newest anchor."""
         return self._anchors[-1] if self._anchors else None
@@ -110,9 +117,10 @@ class LogAnchors:
             index = bisect_right(self._anchors, goal.position, key=lambda anchor: anchor.position)
         return self._anchors[index - 1] if index else None
 
-    def position_of(self, key: str) -> int | None:
-        """Return the position of a line that is an anchor."""
-        return next((anchor.position for anchor in self._anchors if anchor.key == key), None)
+    @property
+    def positions(self) -> Mapping[str, int]:
+        """The positions of all anchors, by their keys."""
+        return {anchor.key: anchor.position for anchor in self._anchors}
 
     def is_due(self, position: int) -> bool:
         """Return whether a line at a position is to become an anchor."""
@@ -123,7 +131,13 @@ class LogAnchors:
 
     def add(self, anchor: Anchor) -> None:
         """Add the newest anchor."""
-        self._anchors = [*self._anchors, anchor][-MAX_ANCHORS:]
+        kept = [anchor]
+        for older in reversed(self._anchors):
+            gap, distance = kept[-1].position - older.position, anchor.position - older.position
+            if _ANCHORS_PER_DISTANCE * gap >= distance:
+                kept.append(older)
+        first = [older for older in self._anchors[:1] if older not in kept[: MAX_ANCHORS - 1]]
+        self._anchors = [*first, *kept[: MAX_ANCHORS - 1][::-1]]
         self._noted_at = time.monotonic()
         if self._path is None:
             return
@@ -165,7 +179,7 @@ async def _goal(source: LogSource, query: LogQuery) -> _Goal:
         return _Goal(query.from_position or 0)
     async with aclosing(source.read(replace(query, follow=False))) as selected:
         first = await anext(selected, None)
-    return _Goal(key=first.key if first else "")
+    return _Goal(key=first[0].key if first else "")
 
 
 class _Dropped(RuntimeUnavailable):
@@ -178,6 +192,8 @@ class _Reader:
     def __init__(self, source: LogSource, query: LogQuery, anchors: LogAnchors) -> None:
         self._source, self._query, self._anchors = source, query, anchors
         self._kept = replace(query, follow=False)
+        self._oldest: Anchor | None = None
+        """The oldest line that is kept, if it was looked for."""
 
     async def find(self, goal: _Goal) -> tuple[Anchor, int]:
         """Return the position of the first byte at the goal, and an anchor to read it from."""
@@ -186,7 +202,7 @@ class _Reader:
             with suppress(_Dropped):
                 position = await self._count(begin, goal)
         if begin is None or position is None:
-            begin = await self._find_oldest(goal)
+            begin = self._oldest = await self._find_oldest(goal)
             position = await self._count(begin, goal)
         if position is None:  # it was dropped meanwhile
             position = begin.position
@@ -196,27 +212,29 @@ class _Reader:
 
     async def _count(self, begin: Anchor, goal: _Goal) -> int | None:
         """Return the position of a goal, or the end; None if its line is not there."""
-        end = begin.position
-        async with aclosing(self._read(self._kept, begin)) as entries:
-            async for position, entry in entries:
-                end = position + len(entry.data)
-                if entry.key == goal.key:
-                    return position
-                if goal.position is not None and end > goal.position:
-                    return max(position, goal.position)
-        return None if goal.key else end
+        position = begin.position
+        async with aclosing(self._read(self._kept, begin)) as batches:
+            async for entries in batches:
+                for entry in entries:
+                    if entry.key == goal.key:
+                        return position
+                    position += len(entry.data)
+                    if goal.position is not None and position > goal.position:
+                        return max(begin.position, goal.position)
+        return None if goal.key else position
 
     async def _find_oldest(self, goal: _Goal) -> Anchor:
         """Return the oldest line, at a position that no client has seen if it is unknown."""
-        oldest, size = "", 0
-        async with aclosing(self._source.read(self._kept)) as entries:
-            async for entry in entries:
-                oldest = oldest or entry.key
+        oldest, size, positions = "", 0, self._anchors.positions
+        async with aclosing(self._source.read(self._kept)) as batches:
+            async for entries in batches:
+                oldest = oldest or entries[0].key
                 if self._anchors.last is None:
                     break
-                if (known := self._anchors.position_of(entry.key)) is not None:
-                    return Anchor(max(0, known - size), oldest)
-                size += len(entry.data)
+                for entry in entries:
+                    if (known := positions.get(entry.key)) is not None:
+                        return Anchor(max(0, known - size), oldest)
+                    size += len(entry.data)
         if self._anchors.last is not None:
             unseen = self._anchors.last.position + ANCHOR_BYTES
         elif await self._source.is_whole():
@@ -228,29 +246,35 @@ class _Reader:
             self._anchors.add(begin)
         return begin
 
-    async def _read(self, query: LogQuery, begin: Anchor) -> AsyncGenerator[tuple[int, LogEntry]]:
-        """Yield entries with their positions.
+    async def _read(self, query: LogQuery, begin: Anchor) -> AsyncGenerator[Sequence[LogEntry]]:
+        """Yield entries, and note anchors.
 
         Raises:
             _Dropped: the line to begin with was dropped.
         """
-        position, previous_time, expected = begin.position, "", begin.key
-        async with aclosing(self._source.read(query, begin.key)) as entries:
-            async for entry in entries:
-                if expected and entry.key != expected:
+        position, time_before, expected = begin.position, "", begin.key
+        is_oldest = begin in (self._anchors.first, self._oldest)
+        key = "" if is_oldest else begin.key  # a clock may have been set back since its time
+        async with aclosing(self._source.read(query, key)) as batches:
+            async for entries in batches:
+                if expected not in ("", entries[0].key):
                     raise _Dropped(f"output before {position} was dropped")
                 expected = ""
-                if self._anchors.is_due(position) and entry.time != previous_time:
-                    self._anchors.add(Anchor(position, entry.key))
-                previous_time = entry.time
-                yield position, entry
-                position += len(entry.data)
+                for entry in entries:
+                    if self._anchors.is_due(position) and entry.time != time_before:
+                        self._anchors.add(Anchor(position, entry.key))
+                    time_before = entry.time
+                    position += len(entry.data)
+                yield entries
         if expected:
             raise _Dropped(f"output before {position} was dropped")
 
     async def read_bytes(self, begin: Anchor, first: int) -> AsyncGenerator[bytes]:
         """Yield the bytes from a position after an anchor."""
-        async with aclosing(self._read(self._query, begin)) as entries:
-            async for position, entry in entries:
-                if position + len(entry.data) > first:
-                    yield entry.data[max(0, first - position) :]
+        surplus = first - begin.position
+        async with aclosing(self._read(self._query, begin)) as batches:
+            async for entries in batches:
+                data = b"".join([entry.data for entry in entries])
+                if surplus < len(data):
+                    yield data[surplus:]
+                surplus = max(0, surplus - len(data))

@@ -218,11 +218,7 @@ def create_repeatedly(
         AgentdError: it was refused, was never sent, or its outcome stayed unknown.
     """
     attempts = CreateAttempts(
-        "kernel_id",
-        {"kernel_id": kernel_id},
-        timeout_s=CREATE_TIMEOUT_S,
-        retry_s=retry_s,
-        lost_s=RECONNECT_TIMEOUT_S,
+        kernel_id, timeout_s=CREATE_TIMEOUT_S, retry_s=retry_s, lost_s=RECONNECT_TIMEOUT_S
     )
     with attempts.named_errors():
         while True:

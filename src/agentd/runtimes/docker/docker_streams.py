@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from datetime import datetime
 from zlib import crc32
@@ -23,6 +23,7 @@ from agentd.services.protocols import LogQuery, LogStream
 SILENCE_S = 10.0
 """Seconds of silence before the engine is probed, and seconds that it has to answer."""
 _MAX_LINE_BYTES, _CHUNK_BYTES = 8 << 20, 64 << 10
+_RECENT_LINES = 4096
 DESTROY = "destroy"
 CREATE_ACTIONS = ("create", "start")
 _OBSERVED_ACTIONS = {
@@ -128,7 +129,7 @@ class ContainerLog(msgspec.Struct, frozen=True):
     container: str
     rotated_bytes: int
 
-    async def read(self, query: LogQuery, begin: str = "") -> AsyncGenerator[LogEntry]:
+    async def read(self, query: LogQuery, begin: str = "") -> AsyncGenerator[Sequence[LogEntry]]:
         """Yield lines, or parts of long ones.
 
         Raises:
@@ -142,12 +143,18 @@ class ContainerLog(msgspec.Struct, frozen=True):
             "timestamps": "1",
             "since": f"{since_ns // 10**9}.{since_ns % 10**9:09d}",
         }
+        repeated = _RepeatedLines()
         with translate_errors():
             async with self.docker.stream("GET", self._path, params) as stream:
-                async for line in _read_lines_of_log(stream):
-                    time, _, text = line.partition(b" ")
-                    key = f"{time.decode(errors='replace')} {crc32(text):08x}"
-                    yield LogEntry(key, line if query.timestamps else text)
+                async for lines in _read_lines_of_log(stream):
+                    entries = []
+                    for number, line in lines:
+                        time, _, text = line.partition(b" ")
+                        key = f"{time.decode(errors='replace')} {crc32(text):08x}"
+                        if not (query.follow and repeated.has(number, key)):
+                            entries.append(LogEntry(key, line if query.timestamps else text))
+                    if entries:
+                        yield entries
 
     async def is_whole(self) -> bool:
         """Return whether the log is too small to have been rotated, as far as that shows.
@@ -169,6 +176,31 @@ class ContainerLog(msgspec.Struct, frozen=True):
         return f"/containers/{self.container}/logs"
 
 
+class _RepeatedLines:
+    """The lines that an engine before version 23 repeats to a follower when it rotates their file.
+
+    They are older than a line before them in the same stream, and were read not long ago.
+    """
+
+    def __init__(self) -> None:
+        self._newest: dict[int, str] = {}
+        self._recent, self._less_recent = set[str](), set[str]()
+        self._is_repeating = False
+
+    def has(self, stream: int, key: str) -> bool:
+        """Return whether a line was read before, and note it."""
+        time = key.partition(" ")[0]
+        is_older = time < self._newest.get(stream, "")
+        is_known = key in self._recent or key in self._less_recent
+        self._is_repeating = (is_older or self._is_repeating) and is_known
+        if not self._is_repeating:
+            self._newest[stream] = time
+            self._recent.add(key)
+            if len(self._recent) > _RECENT_LINES:
+                self._recent, self._less_recent = set(), self._recent
+        return self._is_repeating
+
+
 def _nanoseconds(time: str) -> int:
     """Return the time of a line in nanoseconds since the epoch, 0 if it is malformed."""
     try:
@@ -179,24 +211,31 @@ def _nanoseconds(time: str) -> int:
     return seconds * 10**9 + int(fraction[1].ljust(9, "0") if fraction else 0)
 
 
-async def _read_lines_of_log(stream: aiohttp.StreamReader) -> AsyncGenerator[bytes]:
-    """Yield the lines of a log, or parts of long ones, each in a frame of its own.
+async def _read_lines_of_log(
+    stream: aiohttp.StreamReader,
+) -> AsyncGenerator[Sequence[tuple[int, bytes]]]:
+    """Yield the lines of a log as they arrive, or parts of long ones, each with its stream.
 
     Raises:
         DockerResponseLost: a frame is too long for a part of a line, or was cut.
     """
-    while True:
-        header = b""
-        try:
-            header = await stream.readexactly(8)
-            if (size := int.from_bytes(header[4:], "big")) > _MAX_LINE_BYTES:
+    unread = b""
+    while chunk := await stream.readany():
+        unread += chunk
+        lines, begin = [], 0
+        while begin + 8 <= len(unread):
+            end = begin + 8 + int.from_bytes(unread[begin + 4 : begin + 8], "big")
+            if end - begin > _MAX_LINE_BYTES:
                 raise DockerResponseLost("endless line in the log of the engine")
-            frame = await stream.readexactly(size)
-        except asyncio.IncompleteReadError as error:
-            if header or error.partial:
-                raise DockerResponseLost("the engine cut the log off") from error
-            return
-        yield frame
+            if end > len(unread):
+                break
+            lines.append((unread[begin], unread[begin + 8 : end]))
+            begin = end
+        unread = unread[begin:]
+        if lines:
+            yield lines
+    if unread:
+        raise DockerResponseLost("the engine cut the log off")
 
 
 async def read_frames(

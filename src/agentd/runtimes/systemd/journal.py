@@ -21,7 +21,7 @@ from agentd.runtimes.log_positions import LogEntry
 from agentd.runtimes.systemd.unit import namespace_name
 from agentd.services.protocols import LogQuery
 
-_MAX_BYTES = 16 << 20
+_MAX_BYTES, _CHUNK_BYTES = 16 << 20, 64 << 10
 SYNC_TIMEOUT_S = 5.0
 
 
@@ -47,7 +47,7 @@ class JournalSource(msgspec.Struct, frozen=True):
         field = "_SYSTEMD_USER_UNIT" if self.agent_id is None else "_SYSTEMD_UNIT"
         return [f"{field}={self.unit}", f"_SYSTEMD_INVOCATION_ID={self.invocation_id}"]
 
-    async def read(self, query: LogQuery, begin: str = "") -> AsyncGenerator[LogEntry]:
+    async def read(self, query: LogQuery, begin: str = "") -> AsyncGenerator[Sequence[LogEntry]]:
         """Yield the requested lines; a followed log ends with the unit."""
         options = [f"--lines={'all' if query.tail is None else query.tail}"]
         if begin:
@@ -57,15 +57,17 @@ class JournalSource(msgspec.Struct, frozen=True):
             options.append(f"--since=@{microseconds // 10**6}.{microseconds % 10**6:06d}")
         if query.follow:
             async with aclosing(self._follow(options, query)) as followed:
-                async for entry in followed:
-                    options = [f"--after-cursor={entry.key.partition(' ')[2]}", "--lines=all"]
-                    yield entry
+                async for entries in followed:
+                    options = [f"--after-cursor={entries[-1].key.partition(' ')[2]}", "--lines=all"]
+                    yield entries
         await _flush(self)
-        async with aclosing(_read_entries(self, [*options, *self.matches], query)) as entries:
-            async for entry in entries:
-                yield entry
+        async with aclosing(_read_entries(self, [*options, *self.matches], query)) as remaining:
+            async for entries in remaining:
+                yield entries
 
-    async def _follow(self, options: Sequence[str], query: LogQuery) -> AsyncGenerator[LogEntry]:
+    async def _follow(
+        self, options: Sequence[str], query: LogQuery
+    ) -> AsyncGenerator[Sequence[LogEntry]]:
         """Yield lines until the unit has ended; the last ones may be missing."""
         entries = _read_entries(self, [*options, "--follow", *self.matches], query)
         end_task = asyncio.ensure_future(self.wait_ended())
@@ -95,12 +97,12 @@ class JournalSource(msgspec.Struct, frozen=True):
             async with aclosing(_read_entries(self, options, LogQuery())) as entries:
                 oldest.append(await anext(entries, None))
         own, others = oldest
-        return own is None or others is None or others.key < own.key
+        return own is None or others is None or others[0].key < own[0].key
 
 
 async def _read_entries(
     source: JournalSource, options: Sequence[str], query: LogQuery
-) -> AsyncGenerator[LogEntry]:
+) -> AsyncGenerator[Sequence[LogEntry]]:
     command = ["journalctl", "--quiet", "--no-pager", "--all", "--output=json",
                "--output-fields=MESSAGE", *source.journal, *options]  # fmt: skip
     try:
@@ -109,22 +111,30 @@ async def _read_entries(
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
-            limit=_MAX_BYTES,
         )
     except OSError as error:
         raise RuntimeUnavailable(f"journalctl: {error.strerror}") from error
     try:
         assert process.stdout is not None  # noqa: S101 - it was requested
-        async for line in process.stdout:
-            entry = json.loads(line)
-            key = f"{entry['__REALTIME_TIMESTAMP']:>020} {entry['__CURSOR']}"
-            yield LogEntry(key, _format_line(entry, query))
+        unread = b""
+        while chunk := await process.stdout.read(_CHUNK_BYTES):
+            *lines, unread = (unread + chunk).split(b"\n")
+            if len(unread) > _MAX_BYTES:
+                raise RuntimeUnavailable("endless line in the output of journalctl")
+            if lines:
+                yield [_parse_entry(line, query) for line in lines]
     except ValueError as error:
         raise RuntimeUnavailable(f"malformed output of journalctl: {error}") from None
     finally:
         with suppress(ProcessLookupError):
             process.kill()
         await process.wait()
+
+
+def _parse_entry(line: bytes, query: LogQuery) -> LogEntry:
+    entry = json.loads(line)
+    key = f"{entry['__REALTIME_TIMESTAMP']:>020} {entry['__CURSOR']}"
+    return LogEntry(key, _format_line(entry, query))
 
 
 def _format_line(entry: dict[str, object], query: LogQuery) -> bytes:
