@@ -306,6 +306,7 @@ VALUES = {
 ARGUMENTS = {
     "agentd plugin check name": ("cuda", "none"), "device": ("cuda0", "cuda1"),
     "file": ("a.toml", "new.toml"), "key": ("node.id", "node.runtime"),
+    "signal": ("INT", "KILL"),
 }  # fmt: skip
 """Two values of each argument that is not any text."""
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from aiohttp import web
 
 from agentd.client import AsyncClient
+from agentd.client.defaults import enable_keepalive
 from agentd.errors import TooManyStreams, Unreachable
 from support.web_server import served
 
@@ -49,6 +51,28 @@ async def test_tasks_share_one_client_and_its_session(
     assert [session.closed for session in sessions] == [True, True]
 
 
+def test_client_of_an_ended_loop_is_opened_again(tmp_path: Path) -> None:
+    async def answer(_: web.Request) -> web.StreamResponse:
+        return web.json_response({"id": "n1"})
+
+    client = AsyncClient(tmp_path / "socket")
+
+    async def enter_only() -> None:
+        async with served(tmp_path / "socket", answer):
+            await client.__aenter__()
+            assert (await client.node())["id"] == "n1"
+            with pytest.raises(RuntimeError, match="open in another event loop"):
+                await asyncio.to_thread(asyncio.run, client.__aenter__())
+
+    async def use() -> None:
+        async with served(tmp_path / "socket", answer), client:
+            assert (await client.node())["id"] == "n1"
+
+    asyncio.run(enter_only())
+    asyncio.run(use())
+    asyncio.run(use())
+
+
 async def test_refused_exec_raises_the_first_answer(tmp_path: Path) -> None:
     """Asked again without a WebSocket, a node with a free stream says that it expects one."""
     asked: list[bool] = []
@@ -76,11 +100,13 @@ async def test_server_without_websockets_is_an_error(tmp_path: Path) -> None:
 
 
 SILENCE = """
-import asyncio, json, subprocess, sys, threading
+import asyncio, json, os, subprocess, sys, threading
 from aiohttp import web
-from agentd.client import AsyncClient, Client
+from agentd.client import AsyncClient, Client, defaults
 from agentd.errors import Unavailable
 
+seconds = {5: 1, 2: 1, 3: 2, 10_000: 2_000}  # a tenth of the time is enough here
+defaults.TCP_OPTIONS = [(*name, seconds.get(value, value)) for *name, value in defaults.TCP_OPTIONS]
 kind = sys.argv[1]
 subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
 
@@ -114,13 +140,13 @@ async def main():
         while not told:
             await asyncio.sleep(0.05)
     print(json.dumps(str(told[0])), flush=True)
-    import os
     os._exit(0)
 
 asyncio.run(main())
 """
 
 
+@pytest.mark.needs("root")
 @pytest.mark.parametrize("kind", ["asyncio", "blocking"])
 def test_path_that_falls_silent_ends_a_followed_log(kind: str) -> None:
     """A loopback that is down drops packets, as does a node without power."""
@@ -130,6 +156,19 @@ def test_path_that_falls_silent_ends_a_followed_log(kind: str) -> None:
     line, outage = map(json.loads, done.stdout.splitlines())
     assert line == "line\n"
     assert outage.startswith("the log of k1 was cut off before its end: http://127.0.0.1:")
+
+
+def test_dead_path_is_noticed_within_about_ten_seconds() -> None:
+    with socket.socket() as connection:
+        enable_keepalive(connection)
+        options = ("SO_KEEPALIVE", "TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT")
+        levels = (socket.SOL_SOCKET, *[socket.IPPROTO_TCP] * 3)
+        values = [
+            connection.getsockopt(level, getattr(socket, name))
+            for level, name in zip(levels, options, strict=True)
+        ]
+        assert values == [1, 5, 2, 3]
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 10_000
 
 
 def test_importing_the_blocking_client_stays_cheap() -> None:

@@ -11,7 +11,7 @@ from agentd.client import AsyncClient
 from agentd.client import exec as exec_client
 from agentd.client.calls import Call
 from agentd.client.exec import Execution
-from agentd.errors import UnknownKernel, Unreachable
+from agentd.errors import Refused, UnknownKernel, Unreachable
 
 OUTPUT = aiohttp.WSMessage(aiohttp.WSMsgType.BINARY, b"\x01output", None)
 PING = aiohttp.WSMessage(aiohttp.WSMsgType.PING, b"a", None)
@@ -64,6 +64,18 @@ async def test_exec_ends_or_its_node_is_lost(
     else:
         assert (running.exit_code, output) == (end, [(1, b"output")] * (OUTPUT in frames))
     assert wire.pongs == [b"a"] * (PING in frames)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "1", "null", "{}", '{"exit_code": null}', '{"problem": {}}', '{"problem": 1}'],
+)
+async def test_malformed_last_frame_is_an_error(text: str) -> None:
+    frame = aiohttp.WSMessage(aiohttp.WSMsgType.TEXT, text, None)
+    empty = aiohttp.WSMessage(aiohttp.WSMsgType.BINARY, b"", None)
+    with pytest.raises(Refused, match="malformed last frame"):
+        async for _ in Execution(cast("Any", Wire(empty, frame)), "here"):
+            pass
 
 
 async def test_no_frame_is_read_while_output_waits() -> None:

@@ -163,6 +163,10 @@ async def test_log_is_resumed_by_its_position(tmp_path: Path, kind: str, case: s
         assert query.get("follow") == node.queries[0].get("follow")
 
 
+SHORTER = (
+    "the log of k1 has 50 bytes after 1000 were read: the kernel was replaced, or its node lost "
+    "the end"
+)
 ENDED: dict[str, tuple[list[Any], dict[str, Any], bytes, type[AgentdError], str]] = {
     "refused at first": ([Problem("NotReady", 503)], {}, b"", NotReady, "docker is away"),
     "refused at last": (
@@ -187,7 +191,7 @@ ENDED: dict[str, tuple[list[Any], dict[str, Any], bytes, type[AgentdError], str]
     ),
     "another kernel of that id": (
         [Sent(1000), Sent(begin=50, log=LOG[:50])], {"follow": True}, LOG[:1000], UnknownKernel,
-        "kernel k1 was replaced: its log has 50 bytes, and 1000 were read",
+        SHORTER,
     ),
 }  # fmt: skip
 
@@ -227,6 +231,25 @@ async def test_unfollowed_log_is_given_up_without_progress(
     assert reading.content == LOG[: 9 * 39]
     assert isinstance(reading.error, RuntimeUnavailable)
     assert 78 <= len(node.answers) <= 82, "the timeout is 20 s, and each attempt takes one"
+
+
+@pytest.mark.parametrize("follow", [True, False])
+def test_reader_that_pauses_for_long_is_no_outage(
+    monkeypatch: pytest.MonkeyPatch, follow: bool
+) -> None:
+    """A pager takes nothing for an hour, so that the node closes the stream."""
+    now = [0.0]
+    clock = type("Clock", (), {"monotonic": staticmethod(lambda: now[0])})
+    monkeypatch.setattr(following, "time", clock)
+    log = following.LogFollower(
+        "k1", {"follow": follow}, {"tail": None, "since": None, "from": None},
+        timeout_s=30, on_outage=None, on_dropped=None,
+    )  # fmt: skip
+    log.on_answer("0")
+    log.on_chunk(b"x" * 100)
+    now[0] += 3600
+    assert log.pause_s(RuntimeUnavailable("closed")) == 0.0
+    assert log.next_call().path.partition("?")[2].endswith("from=100")
 
 
 async def test_daemon_that_is_away_is_told_once(
@@ -284,6 +307,7 @@ EVENTS: dict[str, tuple[list[Any], dict[str, str], list[str], list[str | None], 
         ["1", "NotReady", "NotReady", "2"], {}, ["1", "2"], [None, "1", "1", "1"], 1,
     ),
     "no event before the break": (["", "5"], {}, ["reset", "5"], [None, None], 1),
+    "an event without its end": (["1", "~2", "2"], {}, ["1", "2"], [None, "1", "1"], 2),
     "after an event": (["", "8"], {"after": "7"}, ["8"], ["7", "7"], 1),
     "refused at last": (["1", "Unauthorized"], {}, ["1", "Unauthorized"], [None, "1"], 1),
     "refused at first": (["NotReady"], {}, ["NotReady"], [None], 0),
@@ -303,6 +327,8 @@ async def test_events_are_resumed_by_their_id(tmp_path: Path, kind: str, case: s
             status = 503 if step == "NotReady" else 401
             content = {"code": step, "detail": "so", "status": status}
             return web.json_response(content, status=status)
+        if step.startswith("~"):
+            return web.Response(text=EVENT.format(step[1:]).removesuffix("\n"))
         return web.Response(text=EVENT.format(step) if step else ": agentd\n\n")
 
     async with served(tmp_path / "socket", answer):

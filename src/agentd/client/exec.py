@@ -13,7 +13,7 @@ import aiohttp
 from agentd.client.defaults import CHUNK
 from agentd.client.errors import error_from_response
 from agentd.concurrency import wait_event
-from agentd.errors import Unreachable
+from agentd.errors import Refused, Unreachable
 
 CLOSE_TIMEOUT_S = 2.0
 """Seconds that the far end may take to close."""
@@ -83,7 +83,7 @@ class Execution:
         try:
             async for frame in read_frames(self._websocket):
                 self._has_frame.set()
-                if frame.type is aiohttp.WSMsgType.BINARY:
+                if frame.type is aiohttp.WSMsgType.BINARY and frame.data:
                     self.is_reading = False
                     yield frame.data[0], frame.data[1:]
                     self.is_reading = True
@@ -124,9 +124,13 @@ def _parse_exit_code(text: str) -> int:
     """Return the exit code in the last frame.
 
     Raises:
-        AgentdError: the command did not start.
+        AgentdError: the command did not start, or the frame is malformed.
     """
-    content = json.loads(text)
-    if (problem := content.get("problem")) is not None:
-        raise error_from_response(problem["status"], json.dumps(problem).encode(), None)
-    return int(content["exit_code"])
+    try:
+        content = json.loads(text)
+        if "problem" not in content:
+            return int(content["exit_code"])
+        status = int(content["problem"]["status"])
+    except (ValueError, TypeError, LookupError):
+        raise Refused("Internal", f"malformed last frame: {text:.100}", {}) from None
+    raise error_from_response(status, json.dumps(content["problem"]).encode(), None)

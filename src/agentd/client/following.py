@@ -74,8 +74,8 @@ class LogFollower:
         self._outages = Outages(on_outage)
         self._on_dropped = on_dropped
         self._timeout_s = timeout_s
-        self._progress_at = time.monotonic()
-        self._has_progress = False
+        self._broken_since: float | None = None
+        """The time of the first break without progress since."""
         self._break: Unavailable | None = None
         """The end of a stream that was closed; the next attempt may find the reason."""
         self._is_open = False
@@ -95,7 +95,7 @@ class LogFollower:
         is_resumed, expected = self._outages.has_answer, self._position
         if is_resumed and self._break is not None:
             self._outages.pause_s(self._cut_error(self._break))
-        self._break, self._is_open, self._has_progress = None, True, False
+        self._break, self._is_open = None, True
         self._outages.on_answer()
         is_number = re.fullmatch("[0-9]{1,19}", header or "")
         self._position = begin = int(header or "") if is_number else None
@@ -108,14 +108,14 @@ class LogFollower:
             elif is_resumed or not self._is_whole:
                 raise OutputDropped(self._kernel_id, expected, begin)
         elif expected is not None and begin < expected and is_resumed:
-            reason = f"its log has {begin} bytes, and {expected} were read"
-            raise UnknownKernel(f"kernel {self._kernel_id} was replaced: {reason}")
+            fact = f"the log of {self._kernel_id} has {begin} bytes after {expected} were read"
+            raise UnknownKernel(f"{fact}: the kernel was replaced, or its node lost the end")
 
     def on_chunk(self, chunk: bytes) -> None:
         """Note bytes that are given to the caller."""
         if self._position is not None:
             self._position += len(chunk)
-        self._progress_at, self._has_progress = time.monotonic(), True
+        self._broken_since = None
 
     def pause_s(self, error: Unavailable) -> float:
         """Return the seconds until the next attempt; none if it may find the reason of a break.
@@ -124,14 +124,16 @@ class LogFollower:
             Unavailable: the log cannot be resumed.
         """
         if self._outages.has_answer:
-            is_late = time.monotonic() + RETRY_S > self._progress_at + self._timeout_s
+            now, has_progress = time.monotonic(), self._broken_since is None
+            self._broken_since = now if self._broken_since is None else self._broken_since
+            is_late = now + RETRY_S > self._broken_since + self._timeout_s
             if self._position is None or (is_late and not self._query["follow"]):
                 raise self._cut_error(error)
             is_closed = self._is_open and not isinstance(error, AnswerLost)
             self._is_open = False
             if is_closed:
                 self._break = error
-                return 0.0 if self._has_progress else RETRY_S
+                return 0.0 if has_progress else RETRY_S
             error, self._break = self._cut_error(error), None
         return self._outages.pause_s(error)
 

@@ -76,11 +76,18 @@ class Transport:
         self._timeout_s = self._retry_s = timeout_s
         self._max_bytes = max_bytes
         self._session: aiohttp.ClientSession | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._users = 0
 
     async def __aenter__(self) -> Self:
+        loop = asyncio.get_running_loop()
+        if self._session is not None and self._loop is not None and self._loop is not loop:
+            if not self._loop.is_closed():
+                raise RuntimeError("this client is open in another event loop")
+            self._session, self._users = None, 0  # that loop ended before its client was closed
         self._users += 1
         if self._session is None:
+            self._loop = loop
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(
                     resolver=ThreadResolver(), socket_factory=_socket_with_keepalive

@@ -22,6 +22,7 @@ from agentd.program.exit_status import SIGNALLED, ExitStatus
 from agentd.program.parameters import CommandGroup
 from agentd.program.standard_streams import (
     OutputFailed,
+    discard_output,
     flush_output,
     has_left,
     is_pipe,
@@ -53,6 +54,7 @@ class Program(CommandGroup):
             with _ended_by(self.ending_signals):
                 self._run(*args, **settings)
         except Signalled as end:
+            discard_output()
             sys.exit(end.status)
         except OutputFailed as failure:
             if failure.has_no_reader:

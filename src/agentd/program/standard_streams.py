@@ -89,6 +89,8 @@ def prepare_streams() -> None:
 def write_output(data: bytes, *, err: bool = False) -> None:
     """Write bytes at once, after the text that was printed before.
 
+    A thread that waits for a reader holds no lock that the end of the process needs.
+
     Raises:
         OutputFailed: they, or something before them, could not be written.
     """
@@ -109,6 +111,13 @@ def flush_output() -> None:
         OutputFailed: something of the output could not be written.
     """
     write_output(b"")
+
+
+def discard_output() -> None:
+    """Write nothing more to standard output, whose reader may not read what is buffered."""
+    raw = getattr(sys.stdout.buffer, "raw", None)
+    if isinstance(raw, _Descriptor):
+        raw.failure = OutputFailed(InterruptedError())
 
 
 def is_pipe() -> bool:

@@ -218,6 +218,19 @@ async def test_third_signal_ends_exec_with_its_terminal_restored(kernel: Daemon,
         assert terminal.mode == terminal.mode_before
 
 
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+async def test_shell_that_ignores_a_signal_is_left(kernel: Daemon, number: int) -> None:
+    """A shell on a terminal ignores TERM, and `timeout` sends nothing else."""
+    deadlines = {"agentd.cli.agentctl.exec.FINAL_TIMEOUT_S": 0.5}
+    script = "trap '' HUP TERM; echo ready; while :; do sleep 0.1; done"
+    words = ("-it", "k1", "sh", "-c", script)
+    with on_terminal(kernel, *words, deadlines=deadlines) as terminal:
+        await terminal.until(b"ready")
+        terminal.process.send_signal(number)
+        assert await terminal.status() == 128 + number
+        assert terminal.mode == terminal.mode_before
+
+
 async def test_third_signal_ends_exec_while_nothing_takes_its_output(kernel: Daemon) -> None:
     reader, writer = os.pipe()
     process = fork_server.spawn(

@@ -97,7 +97,11 @@ class Stub:
             at = f"2026-01-01T00:00:{self.requests:02}Z"
             use = dict.fromkeys(views.KernelUseView.__annotations__)
             return web.json_response([use | {"at": at, "kernel_id": "k1", "devices": []}])
-        return web.json_response({"kernel_id": "k1", "state": self.state})
+        kernel = {"kernel_id": "k1", "state": self.state}
+        if request.path == "/v1/kernels":
+            cells = {"agent_id": "a", "allocation": {}, "reason": "", "degraded": []}
+            return web.json_response([kernel | cells] * 40_000)
+        return web.json_response(kernel)
 
     @asynccontextmanager
     async def up(self) -> AsyncIterator[None]:
@@ -384,6 +388,18 @@ async def test_output_that_does_not_block_is_written_whole(up: Daemon) -> None:
 def unread(pipe: int) -> int:
     """Return the bytes in a pipe."""
     return struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)))[0]
+
+
+async def test_signal_ends_a_command_that_waits_for_its_reader(folder: Path) -> None:
+    reader, writer = os.pipe()
+    async with Stub(folder).up():
+        command = [BIN / "agentctl", "--socket", folder / "agentd.sock", "ls", "-q"]
+        process = subprocess.Popen(command, stdout=writer)
+        os.close(writer)
+        await until(lambda: unread(reader), lambda size: size > 65_000, text="a full pipe")
+        process.terminate()
+        assert await asyncio.to_thread(process.wait, 20) == 143
+    os.close(reader)
 
 
 @pytest.mark.parametrize("line", ["logs -f k1", "logs -f k1 k1", "wait k1", "events", "top"])

@@ -40,6 +40,9 @@ FORWARDED_SIGNALS = ("HUP", "INT", "TERM", "QUIT", "USR1", "USR2")
 ENDING_SIGNALS = ("HUP", "INT", "TERM", "QUIT")
 RESPONSE_TIMEOUT_S = 5.0
 """Seconds without a sign of life of the daemon, after one of these, that end the exec."""
+FINAL_SIGNALS, FINAL_TIMEOUT_S = ("HUP", "TERM"), 5.0
+"""Signals that end an exec on a raw terminal, at the latest after so many seconds: shells on one
+ignore TERM."""
 WINDOW_CHANGE = "WINCH"
 STDIN, STDOUT, STDERR_OF_CALLER = 0, 1, 2
 
@@ -66,7 +69,8 @@ def exec_in_kernel(
 
     The command has the namespaces, limits and devices of the kernel. Options end at its first word.
     HUP, INT, TERM, QUIT, USR1 and USR2 are sent on to it, unless the caller ignores them. The third
-    of the first four ends agentctl at once. The command ends with agentctl.
+    of the first four ends agentctl at once; with -it, HUP and TERM do so five seconds later. The
+    command ends with agentctl.
 
     Exit status: the command's; 125 agentctl itself failed, 126 the command cannot be executed, 127
     it does not exist; 128 plus the number of a signal that ended agentctl.
@@ -90,10 +94,11 @@ async def _run_exec(
     async with client, client.exec(kernel, command, **options) as running:
         terminal = CallerTerminal()
         with terminal, _received_signals(terminal, has_size=is_terminal) as names:
-            if is_terminal and is_interactive and os.isatty(STDIN):
+            is_raw = is_terminal and is_interactive and os.isatty(STDIN)
+            if is_raw:
                 terminal.make_raw()
             is_served = partial(_is_served, client, kernel, running)
-            signals = _forward_signals(running, names, is_served)
+            signals = _forward_signals(running, names, is_served, is_raw=is_raw)
             await _print_output_beside(running, signals, _forward_input(running, is_interactive))
     return running.exit_code or 0
 
@@ -203,18 +208,24 @@ def _read_input() -> bytes:
 
 
 async def _forward_signals(
-    running: Execution, names: asyncio.Queue[str], is_served: Callable[[], Awaitable[bool]]
+    running: Execution,
+    names: asyncio.Queue[str],
+    is_served: Callable[[], Awaitable[bool]],
+    *,
+    is_raw: bool,
 ) -> None:
     """Forward signals, and the size of the terminal.
 
     Raises:
-        Signalled: the daemon did not answer one that ends.
+        Signalled: the daemon did not answer one that ends, or the command stays on a raw terminal.
     """
     async with asyncio.TaskGroup() as checks:
         while True:
             name = await names.get()
             if name in ENDING_SIGNALS:
-                checks.create_task(_check_served(is_served, signal.Signals[f"SIG{name}"]))
+                is_final = is_raw and name in FINAL_SIGNALS
+                number = signal.Signals[f"SIG{name}"]
+                checks.create_task(_end_in_time(is_served, number, is_final=is_final))
             with contextlib.suppress(ConnectionError):
                 if name != WINDOW_CHANGE:
                     await running.send_signal(name)
@@ -222,8 +233,12 @@ async def _forward_signals(
                     await running.resize(*size)
 
 
-async def _check_served(is_served: Callable[[], Awaitable[bool]], number: int) -> None:
-    if not await is_served():
+async def _end_in_time(
+    is_served: Callable[[], Awaitable[bool]], number: int, *, is_final: bool
+) -> None:
+    if is_final:
+        await asyncio.sleep(FINAL_TIMEOUT_S)
+    if is_final or not await is_served():
         raise Signalled(number)
 
 
