@@ -181,6 +181,7 @@ NEW_MEMBERS = frozenset(
         "/agentd/main/nodes/NODE/runtime/name str",
         "/agentd/main/nodes/NODE/runtime/state str",
         "/agentd/main/known/NODE/rival str",
+        "/agentd/main/routes/k1/attempt str",
         "/files/devices.json/devices/is_excluded bool",
         "/files/devices.json/devices/taken_place NoneType",
         "/files/devices.json/devices/needs_clear str",

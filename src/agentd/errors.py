@@ -278,6 +278,12 @@ class KernelConflict(RequestError):
 
     code = "KernelConflict"
 
+    @classmethod
+    def of_attempt(cls, kernel_id: str) -> Self:
+        """Return the refusal of a request that is equal to the one that created the kernel."""
+        remedy = "use another id, or delete it"
+        return cls(f"kernel {kernel_id} exists, and another attempt created it; {remedy}")
+
 
 class ClaimConflict(RequestError):
     """The claim exists with another request, or is in a state that forbids the call."""

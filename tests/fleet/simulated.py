@@ -129,6 +129,8 @@ class SimulatedNodes:
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
         self.kernels: dict[str, dict[str, str]] = {name: {} for name in NODES}
+        self.attempts: dict[tuple[str, str], str] = {}
+        """The attempt that created each kernel, by node and id."""
         self.room = dict.fromkeys(NODES, 100)
         self.frozen: set[str] = set()
         self.losing = 0.0
@@ -160,7 +162,14 @@ class SimulatedNodes:
     def _answered(self, node: str, method: str, path: str, body: bytes | None) -> NodeAnswer:
         kernels = self.kernels[node]
         if method == "POST":
-            return self._created(node, json.loads(body or b"{}")["kernel_id"], path)
+            members = json.loads(body or b"{}")
+            name, attempt = members["kernel_id"], members.get("attempt", "")
+            if name in kernels and attempt not in ("", self.attempts.get((node, name), "")):
+                return _refusal("KernelConflict", 409)
+            answer = self._created(node, name, path)
+            if name in kernels:
+                self.attempts.setdefault((node, name), attempt)
+            return answer
         if path == "/v1/kernels":
             return _said([{"kernel_id": name, "state": s} for name, s in kernels.items()], 200)
         name = path.rpartition("/")[2].partition("?")[0]
@@ -168,6 +177,7 @@ class SimulatedNodes:
             return _refusal("UnknownKernel", 404)
         if method == "DELETE":
             del kernels[name]
+            self.attempts.pop((node, name), None)
             return NodeAnswer(204, {}, b"")
         return _said({"kernel_id": name, "agent_id": "main", "state": kernels[name]}, 200)
 
@@ -189,8 +199,9 @@ class SimulatedNodes:
 
     def prune(self, kernel_id: str) -> None:
         """Forget a kernel, as `keep-ended` does."""
-        for kernels in self.kernels.values():
+        for node, kernels in self.kernels.items():
             kernels.pop(kernel_id, None)
+            self.attempts.pop((node, kernel_id), None)
 
 
 def _said(content: Any, status: int) -> NodeAnswer:
@@ -268,11 +279,12 @@ class SimulatedGateway:
         self.sweep = Sweep(backend, self.placer, pace)
 
     async def create(
-        self, kernel_id: str, command: str = "x", image: str | None = None
+        self, kernel_id: str, command: str = "x", image: str | None = None, attempt: str = ""
     ) -> tuple[int, str]:
         """Return the status and the node, or 0 and the code of the error."""
         content = {"kernel_id": kernel_id, "command": [command], "slots": {"cpu": 1}}
         content |= {} if image is None else {"image": image}
+        content |= {"attempt": attempt} if attempt else {}
         order = to_placement_request(FleetKernelRequest.model_validate(content), ADMIN)
         try:
             placed = await self.placer.create(ADMIN, order, self.state.view)

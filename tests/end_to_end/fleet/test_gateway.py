@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+from functools import partial
 
 import pytest
 
@@ -71,6 +72,70 @@ async def test_the_same_order_is_one_kernel_and_another_one_a_conflict(fleet) ->
     together = await asyncio.gather(*(gateway.create(kernel_id="many") for _ in range(8)))
     assert sorted(answer.status for answer in together) == [200] * 7 + [201]
     assert {k: len(v) for k, v in (await world.census()).items()} == {"once": 1, "many": 1}
+
+
+async def test_attempt_of_a_kernel_holds_in_the_fleet(fleet) -> None:
+    _, gateway, _ = fleet
+    body = {"kernel_id": "once", "attempt": "00000000000000aa"}
+    first = await gateway.create(**body)
+    assert first.status == 201
+    for again in (body, {"kernel_id": "once"}):
+        assert (await gateway.create(**again)).status == 200
+    other = await gateway.create(kernel_id="once", attempt="00000000000000bb")
+    assert (other.status, other.json["code"]) == (409, "KernelConflict")
+    assert "another attempt created it; use another id" in other.json["detail"]
+    node = first.json["node_id"]
+    assert (await gateway.call("DELETE", f"/v1/kernels/once?node={node}&timeout=0")).status == 204
+    assert (await gateway.create(kernel_id="once", attempt="00000000000000bb")).status == 201
+
+
+async def test_only_a_client_reads_the_end_of_a_kernel_with_remove(fleet) -> None:
+    world, gateway, (_, _, bare) = fleet
+    node, path = world.nodes[bare], "/v1/kernels/k1"
+    await node.stop()
+    node.deadlines = {"agentd.services.kernels.retention.REMOVE_DELAY_S": 0.2}
+    await node.start()
+    node.deadlines = {}
+    await gateway.until({bare: "ready"})
+    body = {"kernel_id": "k1", "command": ["true"], "remove": True, "attempt": "0" * 16}
+    body["placement"] = {"nodes": [bare], "agents": ["agent-1"]}
+    assert (await gateway.create(**body)).status == 201
+    listed = partial(node.get, "/v1/kernels?state=terminated")
+    await until(listed, lambda rows: len(rows) == 1, text="an ended kernel")
+    for _ in range(20):  # longer than the delay: a repetition is the gateway's own look
+        assert (await gateway.create(**body)).status == 200
+        assert (await node.call("GET", path, headers=TEAM)).status == 404
+        await node.get(path)  # by another caller than the one that the gateway named
+        await asyncio.sleep(0.02)
+    assert (await gateway.get(path))["state"] == "terminated"
+    await until(lambda: gateway.call("GET", path), lambda answer: answer.status == 404)
+    assert (await gateway.create(**{**body, "attempt": "1" * 16})).status == 201
+
+
+async def test_signal_reaches_a_kernel_by_its_route(fleet) -> None:
+    _world, gateway, (_, rocm, _) = fleet
+    script = "trap 'exit 9' USR1; echo ready; while :; do sleep 0.05; done"
+    there = {"nodes": [rocm], "agents": ["agent-1"]}
+    placed = {"command": ["sh", "-c", script], "placement": there}
+    mine = {"command": ["sleep", "1000"], "placement": {"agents": ["agent-2"]}}
+    await gateway.create(kernel_id="k1", **placed)
+    assert (await gateway.create(TEAM, kernel_id="mine", **mine)).status == 201
+    logs = "/v1/kernels/k1/logs"
+    await until(lambda: gateway.call("GET", logs), lambda answer: answer.content == b"ready\n")
+    usr1, path = {"signal": "USR1"}, "/v1/kernels/k1/signal"
+    assert (await gateway.call("POST", path, usr1, headers=TEAM)).json["code"] == "UnknownKernel"
+    of_reader = await gateway.call("POST", "/v1/kernels/mine/signal", usr1, headers=READ)
+    assert of_reader.status == 403
+    assert (await gateway.call("POST", path, {"signal": "STOP"})).status == 422
+    sent = await gateway.call("POST", path, usr1)
+    assert (sent.status, sent.content) == (204, b"")
+    ended = await until(
+        lambda: gateway.get("/v1/kernels/k1"), lambda kernel: kernel["state"] == "terminated"
+    )
+    assert ended["exit_code"] == 9
+    assert (await gateway.call("POST", path, usr1)).json["code"] == "KernelConflict"
+    direct = f"/v1/nodes/{rocm}/kernels/k1/signal"
+    assert (await gateway.call("POST", direct, usr1)).json["code"] == "KernelConflict"
 
 
 async def test_a_kernel_is_looked_at_stopped_and_removed_where_it_is(fleet) -> None:

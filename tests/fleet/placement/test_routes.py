@@ -53,6 +53,46 @@ def test_one_id_at_two_gateways_at_once_is_one_kernel(monkeypatch, seed: int) ->
 
 @given(SEEDS)
 @RULES
+def test_one_of_two_attempts_of_an_id_is_its_kernel(monkeypatch, seed: int) -> None:
+    async def story(fleet: Fleet) -> None:
+        fleet.nodes.losing = fleet.rng.choice((0.0, 0.3))
+
+        async def repeated(attempt: str) -> str:
+            """Repeat a create until its outcome is known, at any gateway."""
+            while True:
+                _, outcome = await fleet.rng.choice(fleet.gateways).create("k1", attempt=attempt)
+                if outcome in (*NODES, "KernelConflict"):
+                    return outcome
+
+        attempts = ("a" * 16, "b" * 16, "")
+        outcomes = await asyncio.gather(*(fleet.sometime(repeated(a)) for a in attempts))
+        fleet.nodes.losing = 0.0
+        ((node, kernel_id),) = fleet.nodes.attempts
+        creator = fleet.nodes.attempts[node, kernel_id]
+        for attempt, outcome in zip(attempts, outcomes, strict=True):
+            assert outcome == (node if attempt in ("", creator) else "KernelConflict")
+            for gateway in fleet.gateways:
+                assert (await gateway.create("k1", attempt=attempt))[1] == outcome
+        await fleet.rest(60)
+        assert fleet.untrue() == []
+
+    run(seed, story, monkeypatch)
+
+
+def test_unmarked_repetition_has_the_attempt_of_its_route(monkeypatch) -> None:
+    async def story(fleet: Fleet) -> None:
+        fleet.nodes.swallowing = set(NODES)
+        assert (await fleet.one.create("k1", attempt="a" * 16))[1] == "OutcomeUnknown"
+        fleet.nodes.swallowing = set()
+        status, node = await fleet.other.create("k1")
+        assert (status, fleet.nodes.attempts) == (200, {(node, "k1"): "a" * 16})
+        assert await fleet.one.create("k1", attempt="a" * 16) == (200, node)
+
+    run(1, story, monkeypatch)
+
+
+@given(SEEDS)
+@RULES
 def test_delete_answered_204_frees_the_id_everywhere(monkeypatch, seed: int) -> None:
     async def story(fleet: Fleet) -> None:
         assert (await fleet.one.create("k1"))[0] == 201

@@ -133,8 +133,8 @@ class Placer:
                     raise NodeNotCalled(f"node {node.node_id} does not answer")
                 await self._nodes.probe(node)
         except NodeUnavailable as error:
-            if reason := _conflict_reason(caller, request, stored.route):
-                raise KernelConflict(reason) from None
+            if conflict := _conflict(caller, request, stored.route):
+                raise conflict from None
             raise PlacementUnknown(stored.route, error) from None
         return stored
 
@@ -192,6 +192,7 @@ class Placer:
                 request_hash=request.request_hash,
                 owner=secrets.token_hex(8),
                 created_by=caller.name,
+                attempt=request.attempt,
             )
             written = await self._store.put_route(route, revision)
             if written is None:  # another gateway got the same request
@@ -224,19 +225,19 @@ class Placer:
         """Return the outcome of an earlier request for a kernel id; None if the id is free.
 
         Raises:
-            KernelConflict: the id belongs to another request.
+            KernelConflict: the id belongs to another request, or another attempt.
             PlacementUnknown: the node, or the store, does not answer.
             AgentdError: the node refused it.
         """
         route = stored.route
-        if reason := _conflict_reason(caller, request, route):
+        if conflict := _conflict(caller, request, route):
             with suppress(NodeUnavailable):
                 is_placed = route.progress is RouteProgress.PLACED
-                if is_placed and await self._look_up(GATEWAY, stored) is None:
+                if is_placed and await self._look_up(stored) is None:
                     return None
-            raise KernelConflict(reason)
+            raise conflict
         try:
-            answer = await self._repeat_call(caller, request, stored)
+            answer = await self._repeat_call(caller, request.as_attempt(route.attempt), stored)
         except (NodeUnavailable, StoreUnavailable) as error:
             raise PlacementUnknown(route, error) from None
         if answer is None:
@@ -249,10 +250,17 @@ class Placer:
     async def _repeat_call(
         self, caller: Caller, request: PlacementRequest, stored: StoredRoute
     ) -> NodeAnswer | None:
-        """Return what the node of a route answers now; None if the route has changed."""
+        """Return what the node of a route answers now; None if the route has changed.
+
+        Raises:
+            KernelConflict: the kernel of that id is of another agent by now.
+        """
         route = stored.route
         if route.progress is RouteProgress.PLACED:
-            return await self._look_up(caller, stored)
+            found = await self._look_up(stored)
+            if found and not found.is_error and found.content().get("agent_id") != route.agent_id:
+                raise KernelConflict(f"kernel {route.kernel_id} already exists")
+            return found
         if not await self._wait_unchanged(stored):
             return None
         began_at = boottime_s()
@@ -271,15 +279,17 @@ class Placer:
                 return False
         return True
 
-    async def _look_up(self, caller: Caller, stored: StoredRoute) -> NodeAnswer | None:
+    async def _look_up(self, stored: StoredRoute) -> NodeAnswer | None:
         """Return the answer of a node about its placed kernel; None if it has none: the id is free.
+
+        The caller is the gateway: only its clients read the end of a kernel that `removes` itself.
 
         Raises:
             NodeUnavailable: the node does not answer.
         """
         kernel_id = stored.route.kernel_id
         node = node_of_route(self._state, stored.route)
-        answer = await self._nodes.call(node, caller, "GET", f"/v1/kernels/{kernel_id}")
+        answer = await self._nodes.call(node, GATEWAY, "GET", f"/v1/kernels/{kernel_id}")
         if not answer.is_unknown_kernel:
             return answer
         await self._store.delete_route(kernel_id, stored.revision)
@@ -337,13 +347,18 @@ class Placer:
         return lock is not None and lock.locked()
 
 
-def _conflict_reason(caller: Caller, request: PlacementRequest, route: KernelRoute) -> str:
-    """Return why another request owns the kernel id, empty if none does.
+def _conflict(
+    caller: Caller, request: PlacementRequest, route: KernelRoute
+) -> KernelConflict | None:
+    """Return the refusal if another request, or another attempt, owns the kernel id.
 
     A caller that must not see that kernel learns only that it exists.
     """
+    kernel = f"kernel {route.kernel_id}"
     if not caller.sees(route.agent_id):
-        return f"kernel {route.kernel_id} already exists"
+        return KernelConflict(f"{kernel} already exists")
     if route.request_hash != request.request_hash:
-        return f"kernel {route.kernel_id} exists on node {route.node_id} with another request"
-    return ""
+        return KernelConflict(f"{kernel} exists on node {route.node_id} with another request")
+    if request.attempt not in ("", route.attempt):
+        return KernelConflict.of_attempt(route.kernel_id)
+    return None

@@ -8,6 +8,7 @@ from hashlib import sha256
 from typing import Annotated, Any
 
 import msgspec
+from msgspec.structs import replace
 from pydantic import Field
 
 from agentd.core.access import Caller, require_unreserved_id
@@ -43,6 +44,8 @@ class PlacementRequest(msgspec.Struct, frozen=True):
 
     kernel_id: str
     request_hash: str
+    attempt: str
+    """The mark of the attempt, empty if the request has none."""
     slots: Mapping[str, object]
     """Amounts to be free; none for a claim, whose node alone knows its devices."""
     constraints: Constraints
@@ -51,6 +54,13 @@ class PlacementRequest(msgspec.Struct, frozen=True):
     is_new: bool
     """Whether the gateway generated the kernel id, so that it cannot be in use."""
     headers: Mapping[str, str] = {}
+
+    def as_attempt(self, attempt: str) -> PlacementRequest:
+        """Return the request with the mark of the attempt that it repeats."""
+        if attempt == self.attempt:
+            return self
+        members = {**msgspec.json.decode(self.body), "attempt": attempt}
+        return replace(self, attempt=attempt, body=msgspec.json.encode(members))
 
 
 def to_placement_request(
@@ -80,6 +90,7 @@ def to_placement_request(
     return PlacementRequest(
         kernel_id=kernel_id,
         request_hash=sha256(hashed).hexdigest()[:32],
+        attempt=request.attempt or "",
         slots={} if request.claim else request.slots,
         constraints=Constraints(
             nodes=None if placement.nodes is None else frozenset(placement.nodes),

@@ -71,7 +71,8 @@ class KernelRoute(msgspec.Struct, frozen=True, kw_only=True):
     """The node of one kernel id, and the owner of the route.
 
     Every takeover sets a new `owner`, so no two values are equal. While a route is `placing`, only
-    its owner may change its node.
+    its owner may change its node. `attempt` is that of the request which made the route, and of
+    every call under it.
     """
 
     schema: int = SCHEMA
@@ -82,6 +83,7 @@ class KernelRoute(msgspec.Struct, frozen=True, kw_only=True):
     owner: str
     progress: RouteProgress = RouteProgress.PLACING
     created_by: str = ""
+    attempt: str = ""
 
 
 class StoredRoute(msgspec.Struct, frozen=True):

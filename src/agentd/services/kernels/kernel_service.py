@@ -145,7 +145,7 @@ class KernelService:
                 raise KernelConflict(f"duplicate kernel id {spec.kernel_id}")
             raise KernelConflict(f"kernel {spec.kernel_id} exists with a different request")
         if spec.attempt not in ("", known.attempt):
-            raise KernelConflict(other_attempt_reason(spec.kernel_id))
+            raise KernelConflict.of_attempt(spec.kernel_id)
         return known
 
     def _parse(self, spec: KernelSpec, problems: Sequence[Problem]) -> ParsedRequest:
@@ -369,12 +369,6 @@ class KernelService:
         if (runtime := self._runtimes.get(kernel.runtime)) is None:
             raise RuntimeUnavailable(f"runtime {kernel.runtime} is not configured")
         return runtime
-
-
-def other_attempt_reason(kernel_id: str) -> str:
-    """Return the reason of a conflict with the kernel of an equal request."""
-    remedy = "use another id, or delete it"
-    return f"kernel {kernel_id} exists, and another attempt created it; {remedy}"
 
 
 def prepare_kernel(spec: KernelSpec, decision: Decision, runtime: str, now: float) -> Kernel:

@@ -32,7 +32,7 @@ class EndReads:
     """The ended kernels that remove themselves, since their creators have read their ends."""
 
     def __init__(self, steady: Callable[[], float]) -> None:
-        self.noted = asyncio.Event()
+        self._wake = asyncio.Event()
         self._steady = steady
         self._due_at: dict[str, float] = {}
 
@@ -41,7 +41,7 @@ class EndReads:
         is_creator = (caller.name, caller.uid) == (kernel.created_by, kernel.creator_uid)
         if kernel.removes and is_creator and kernel.state in ENDED:
             self._due_at.setdefault(kernel.kernel_id, self._steady() + REMOVE_DELAY_S)
-            self.noted.set()
+            self.wake()
 
     def forget(self, kernel_id: str) -> None:
         """Forget a kernel that was removed, or runs again."""
@@ -54,6 +54,15 @@ class EndReads:
         """Return the seconds until another kernel is due, or the maximum."""
         now = self._steady()
         return min([maximum, *(at - now for at in self._due_at.values() if at > now)])
+
+    def wake(self) -> None:
+        """End the wait for the next kernel."""
+        self._wake.set()
+
+    async def wait(self, maximum_s: float) -> None:
+        """Wait until another kernel is due, or for `wake`, or the maximum."""
+        await wait_event(self._wake, self.next_s(maximum_s))
+        self._wake.clear()
 
 
 class Retention:
@@ -80,8 +89,7 @@ class Retention:
         self._sizes: dict[str, int] = {}
         """The bytes of each ended kernel's record, in the order in which the ends were observed."""
         self._reads = reads
-        self._prune_event = reads.noted
-        self._prune_event.set()
+        reads.wake()
 
         def end_order(kernel: Kernel) -> tuple[bool, float]:
             finished_at = kernel.ending.finished_at or kernel.created_at
@@ -95,7 +103,7 @@ class Retention:
         if now is not None and now.state in ENDED:
             self._sizes[now.kernel_id] = len(encode(now, ""))
             if len(self._sizes) > self._maximum or sum(self._sizes.values()) > MAX_ENDED_BYTES:
-                self._prune_event.set()
+                self._reads.wake()
         elif (kernel := now or before) is not None:
             self._sizes.pop(kernel.kernel_id, None)
             self._reads.forget(kernel.kernel_id)
@@ -103,8 +111,7 @@ class Retention:
     async def run(self) -> None:
         """Prune whenever something is to be pruned or could not be before, until cancelled."""
         while True:
-            await wait_event(self._prune_event, self._reads.next_s(RETRY_PAUSE_S))
-            self._prune_event.clear()
+            await self._reads.wait(RETRY_PAUSE_S)
             try:
                 await self.prune()
             except Exception:
