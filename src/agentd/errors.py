@@ -73,8 +73,8 @@ class AgentdError(Exception):
     """The whole problem, if the error was parsed from an answer."""
     headers: Mapping[str, str] = {}
     """Headers of an answer with this error."""
-    kernel_id = ""
-    """The kernel of a create, in every error of a client's `create_kernel`."""
+    kernel_id = claim_id = ""
+    """The id of a create, in every error of a client's `create_kernel` and `create_claim`."""
     is_local = False
     """Whether this node's settings, runtime or host are the cause, whatever the code is about."""
 

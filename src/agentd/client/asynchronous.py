@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 from agentd.client.calls import Call, label_parameters
-from agentd.client.creates import CreateAttempts, kernel_request
+from agentd.client.creates import CreateAttempts, claim_request, kernel_request
 from agentd.client.defaults import CREATE_TIMEOUT_S, stop_timeout_s
 from agentd.client.events import NodeEvent
 from agentd.client.following import (
@@ -40,6 +39,8 @@ from agentd.views import (
     RuntimeView,
     SlotTypeView,
 )
+
+T = TypeVar("T")
 
 
 class AsyncClient(StreamCalls):
@@ -129,13 +130,15 @@ class AsyncClient(StreamCalls):
         """
         body = kernel_request(request)
         path, headers = api_path("agents", agent_id, "kernels"), {"Prefer": "respond-async"}
-        call: Call[KernelView] = Call("POST", path, body, {} if wait else headers, False)
-        attempts = CreateAttempts(
-            str(body["kernel_id"]),
-            timeout_s=timeout_s,
-            retry_s=self._retry_s,
-            lost_s=self._timeout_s,
+        call: Call[KernelView] = Call(
+            "POST", path, body, {} if wait else headers, is_repeatable=False
         )
+        return await self._create(call, "kernel_id", timeout_s)
+
+    async def _create(self, call: Call[T], member: str, timeout_s: float) -> T:
+        """Make a create, and repeat it; `member` names the id in its body."""
+        limits = {"timeout_s": timeout_s, "retry_s": self._retry_s, "lost_s": self._timeout_s}
+        attempts = CreateAttempts(member, call.body or {}, **limits)
         with attempts.named_errors():
             while True:
                 try:
@@ -259,9 +262,10 @@ class AsyncClient(StreamCalls):
             await self._sleep(pause_s)
 
     async def create_claim(self, agent_id: str, request: Mapping[str, Any]) -> ClaimView:
-        """Claim devices; a request without `claim_id` gets one, so that it can be repeated."""
-        body = {"claim_id": f"c-{uuid.uuid4().hex[:12]}", **request}
-        return await self.execute(Call("POST", api_path("agents", agent_id, "claims"), body))
+        """Claim devices; a request without `claim_id` gets one, as in `create_kernel`."""
+        path = api_path("agents", agent_id, "claims")
+        call: Call[ClaimView] = Call("POST", path, claim_request(request), is_repeatable=False)
+        return await self._create(call, "claim_id", self._timeout_s)
 
     async def claims(
         self,

@@ -1,7 +1,8 @@
-"""Creates: when a client repeats one, and the id that each of its errors names.
+"""Creates of kernels and claims: when a client repeats one, and the id that its errors name.
 
-The repeats of one call have one id and one attempt, so that they create one kernel. A create is
-repeated if it was refused for the moment, or if its answer was lost: then it may have succeeded.
+The repeats of one call have one id, and those of a kernel one attempt, so that they create one. A
+create is repeated if it was refused for the moment, or if its answer was lost: then it may have
+succeeded.
 """
 
 from __future__ import annotations
@@ -31,14 +32,29 @@ def kernel_request(request: Mapping[str, Any]) -> dict[str, Any]:
     return {**request, **identity, **{name: given[name] for name in identity if name in given}}
 
 
+def claim_request(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the request of a claim with its id."""
+    return {"claim_id": f"c-{os.urandom(6).hex()}", **request}
+
+
 class CreateAttempts:
     """The attempts of one create, within `timeout_s` all together.
 
-    It is repeated for `retry_s` after a refusal for the moment, and for `lost_s` if it may exist.
+    `member` names its id in the body. It is repeated for `retry_s` after a refusal for the moment,
+    and for `lost_s` if the kernel or claim may exist.
     """
 
-    def __init__(self, kernel_id: str, *, timeout_s: float, retry_s: float, lost_s: float) -> None:
-        self._kernel_id = kernel_id
+    def __init__(
+        self,
+        member: str,
+        body: Mapping[str, Any],
+        *,
+        timeout_s: float,
+        retry_s: float,
+        lost_s: float,
+    ) -> None:
+        self._member, self._id = member, str(body[member])
+        self._note = f"{member.removesuffix('_id')} {self._id} may exist"
         self._retry_s, self._lost_s = retry_s, lost_s
         self._began = time.monotonic()
         self._deadline = self._began + timeout_s
@@ -68,20 +84,20 @@ class CreateAttempts:
 
     @contextmanager
     def named_errors(self) -> Iterator[None]:
-        """Name the kernel in every error, and in its text if the kernel may exist."""
+        """Add the id to every error, and to its text if the kernel or claim may exist."""
         try:
             yield
         except AgentdError as error:
-            error.kernel_id = self._kernel_id
+            setattr(error, self._member, self._id)
             may_exist = self._may_exist or _is_lost(error)
             if may_exist and not isinstance(error, RequestError):
-                text = f"{error}; kernel {self._kernel_id} may exist"
+                text = f"{error}; {self._note}"
                 error.args = (text,)
-                error.content = {**error.content, "detail": text, "kernel_id": self._kernel_id}
+                error.content = {**error.content, "detail": text, self._member: self._id}
             raise
         except BaseException as error:
             if not isinstance(error, Exception):  # it was cancelled, or interrupted
-                error.add_note(f"kernel {self._kernel_id} may exist")
+                error.add_note(self._note)
             raise
 
 

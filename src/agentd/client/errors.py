@@ -122,7 +122,7 @@ def unreachable_error(address: str, error: Exception, *, is_sent: bool = False) 
 
 def broken_stream_error(address: str, error: Exception) -> Unavailable:
     """Return the error of a stream that broke."""
-    if reason := getattr(error, "strerror", None):
+    if reason := getattr(error, "strerror", getattr(error.__cause__, "strerror", None)):
         return AnswerLost(f"{address}: {reason}")
     return RuntimeUnavailable("agentd, its runtime or a proxy closed it")
 

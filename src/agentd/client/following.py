@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from agentd.client.calls import Call, events_call, logs_call
 from agentd.client.errors import cut_log_error
 from agentd.client.events import EventParser, NodeEvent
-from agentd.errors import OutputDropped, RuntimeUnavailable, Unavailable, UnknownKernel
+from agentd.errors import AnswerLost, OutputDropped, RuntimeUnavailable, Unavailable, UnknownKernel
 
 RETRY_S = 1.0
 """Seconds between two attempts to resume."""
@@ -77,7 +77,7 @@ class LogFollower:
         self._progress_at = time.monotonic()
         self._has_progress = False
         self._break: Unavailable | None = None
-        """The end of a stream that broke; the next attempt may find its reason."""
+        """The end of a stream that was closed; the next attempt may find the reason."""
         self._is_open = False
 
     def next_call(self) -> Call[bytes]:
@@ -118,7 +118,7 @@ class LogFollower:
         self._progress_at, self._has_progress = time.monotonic(), True
 
     def pause_s(self, error: Unavailable) -> float:
-        """Return the seconds until the next attempt; none after a stream that made progress.
+        """Return the seconds until the next attempt; none if it may find the reason of a break.
 
         Raises:
             Unavailable: the log cannot be resumed.
@@ -127,8 +127,10 @@ class LogFollower:
             is_late = time.monotonic() + RETRY_S > self._progress_at + self._timeout_s
             if self._position is None or (is_late and not self._query["follow"]):
                 raise cut_log_error(self._kernel_id, error)
-            if self._is_open:
-                self._is_open, self._break = False, error
+            is_closed = self._is_open and not isinstance(error, AnswerLost)
+            self._is_open = False
+            if is_closed:
+                self._break = error
                 return 0.0 if self._has_progress else RETRY_S
             error, self._break = cut_log_error(self._kernel_id, error), None
         return self._outages.pause_s(error)

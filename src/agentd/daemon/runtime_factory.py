@@ -52,7 +52,11 @@ def create_runtime(
 
         last_seen = OutageLog(bundles[name] / "last_seen.json", boot_id())
         return DockerRuntime(
-            node_id, settings.runtime.docker, last_seen, settings.docker_settings_by_agent()
+            node_id,
+            settings.runtime.docker,
+            last_seen,
+            settings.docker_settings_by_agent(),
+            bundles[name],
         )
     folder = bundles[name]
     if name == "systemd":

@@ -1,64 +1,256 @@
-"""Positions in logs that a runtime keeps as lines with times, and not as bytes.
+"""Positions in logs that a runtime keeps as lines with times, and whose head it may drop.
 
-A position is counted from the oldest line that is kept.
+Positions are counted from anchors: lines of known position, which are noted while a log is read, in
+a small file beside the kernel's other state. Without any, the oldest line that is kept is the
+first, unless older ones may have been dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
-from typing import NamedTuple, TypeAlias
+import asyncio
+import time
+from bisect import bisect_right
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple, Protocol
+from weakref import WeakValueDictionary
 
+import msgspec
 from msgspec.structs import replace
 
+from agentd.errors import RuntimeUnavailable
+from agentd.runtimes.host.private_folder import PrivateFolder
 from agentd.services.protocols import KernelLog, LogQuery
+
+ANCHOR_BYTES, ANCHOR_PAUSE_S = 1 << 20, 10.0
+"""Distance between two anchors: bytes, or seconds in which less was read."""
+MAX_ANCHORS = 256
 
 
 class LogEntry(NamedTuple):
-    """A line, or a part of one: its identity in the log, and the bytes that a client gets."""
+    """A line, or a part of one: its identity in the log, and the bytes that a client gets.
+
+    The identity begins with the time, which can be compared as text, and a space.
+    """
 
     key: str
     data: bytes
 
-
-ReadEntries: TypeAlias = Callable[[LogQuery], AsyncGenerator[LogEntry]]
-
-
-@asynccontextmanager
-async def open_counted_log(read: ReadEntries, query: LogQuery) -> AsyncIterator[KernelLog]:
-    """Open a log at the position that a query selects."""
-    position = await _find_position(read, query)
-    everything = replace(query, tail=None, since_ns=0)
-    async with aclosing(_skip_bytes(read(everything), position)) as chunks:
-        yield KernelLog(position, chunks)
+    @property
+    def time(self) -> str:
+        """The time of the line."""
+        return self.key.partition(" ")[0]
 
 
-async def _find_position(read: ReadEntries, query: LogQuery) -> int:
-    is_selected = query.tail is not None or query.since_ns
-    if not (is_selected or query.from_position):
-        return 0
-    first = ""
-    if is_selected:
-        async with aclosing(read(replace(query, follow=False))) as selected:
-            async for entry in selected:
-                first = entry.key
-                break
-    position = 0
-    everything = replace(query, follow=False, tail=None, since_ns=0)
-    async with aclosing(read(everything)) as entries:
-        async for entry in entries:
-            if first and entry.key == first:
-                break
-            position += len(entry.data)
-            if query.from_position is not None and position >= query.from_position:
-                return query.from_position
-    return position
+class Anchor(msgspec.Struct, frozen=True, array_like=True):
+    """A line and the position at which it begins; the oldest line that is kept if without a key."""
+
+    position: int
+    key: str = ""
 
 
-async def _skip_bytes(entries: AsyncGenerator[LogEntry], surplus: int) -> AsyncGenerator[bytes]:
-    """Yield the bytes of entries after the first ones."""
-    async with aclosing(entries):
-        async for _, data in entries:
-            if surplus < len(data):
-                yield data[surplus:]
-            surplus = max(0, surplus - len(data))
+class _Goal(NamedTuple):
+    """The first byte to find: that of a line or a position, else the end."""
+
+    position: int | None = None
+    key: str = ""
+
+
+class LogSource(Protocol):
+    """A kernel's log in its runtime."""
+
+    def read(self, query: LogQuery, begin: str = "") -> AsyncGenerator[LogEntry]:
+        """Yield the entries that a query selects, from the one with the key `begin` if given.
+
+        If that one was dropped, they begin with a later one.
+        """
+        ...
+
+    async def is_whole(self) -> bool:
+        """Return whether no line has been dropped."""
+        ...
+
+
+class _Saved(msgspec.Struct):
+    """The anchors of one log, for each form that was read; `log_id` is that of the runtime."""
+
+    log_id: str
+    anchors: dict[str, list[Anchor]] = {}
+
+
+class LogAnchors:
+    """The anchors of one log in one form, the oldest first; they are saved when one is added."""
+
+    def __init__(self, path: Path | None, log_id: str, form: str) -> None:
+        self.lock = asyncio.Lock()
+        self._path, self._log_id, self._form = path, log_id, form
+        self._anchors = self._load().anchors.get(form, [])
+        self._noted_at = time.monotonic()
+
+    def _load(self) -> _Saved:
+        if self._path is not None:
+            with suppress(OSError):
+                saved = PrivateFolder(self._path.parent).read_json(self._path.name, _Saved)
+                if saved is not None and saved.log_id == self._log_id:
+                    return saved
+        return _Saved(self._log_id)
+
+    @property
+    def last(self) -> Anchor | None:
+        """The newest anchor."""
+        return self._anchors[-1] if self._anchors else None
+
+    def before(self, goal: _Goal) -> Anchor | None:
+        """Return the newest anchor that is not after a goal."""
+        index = len(self._anchors)
+        if goal.key:
+            index = bisect_right(self._anchors, goal.key, key=lambda anchor: anchor.key)
+        elif goal.position is not None:
+            index = bisect_right(self._anchors, goal.position, key=lambda anchor: anchor.position)
+        return self._anchors[index - 1] if index else None
+
+    def position_of(self, key: str) -> int | None:
+        """Return the position of a line that is an anchor."""
+        return next((anchor.position for anchor in self._anchors if anchor.key == key), None)
+
+    def is_due(self, position: int) -> bool:
+        """Return whether a line at a position is to become an anchor."""
+        if self.last is None or position >= self.last.position + ANCHOR_BYTES:
+            return True
+        is_late = time.monotonic() - self._noted_at >= ANCHOR_PAUSE_S
+        return is_late and position > self.last.position
+
+    def add(self, anchor: Anchor) -> None:
+        """Add the newest anchor."""
+        self._anchors = [*self._anchors, anchor][-MAX_ANCHORS:]
+        self._noted_at = time.monotonic()
+        if self._path is None:
+            return
+        saved = self._load()
+        saved.anchors[self._form] = self._anchors
+        with suppress(OSError):  # these are exact until the daemon is restarted
+            text = msgspec.json.encode(saved).decode()
+            PrivateFolder(self._path.parent).replace(self._path.name, text)
+
+
+class LogPositions:
+    """The positions in the logs of a runtime's kernels."""
+
+    def __init__(self) -> None:
+        self._anchors: WeakValueDictionary[tuple[Path | None, str, str], LogAnchors] = (
+            WeakValueDictionary()
+        )
+        """Shared by all readers of a log, so that they count alike."""
+
+    @asynccontextmanager
+    async def open(
+        self, source: LogSource, query: LogQuery, path: Path | None, log_id: str
+    ) -> AsyncIterator[KernelLog]:
+        """Open a log at the position that a query selects; its anchors are in the file `path`."""
+        form = f"{'+'.join(sorted(query.streams))} timestamps={query.timestamps}"
+        key = (path, log_id, form)
+        anchors = self._anchors.get(key) or LogAnchors(path, log_id, form)
+        self._anchors[key] = anchors
+        reader = _Reader(source, replace(query, tail=None, since_ns=0), anchors)
+        async with anchors.lock:
+            begin, position = await reader.find(await _goal(source, query))
+        async with aclosing(reader.read_bytes(begin, position)) as chunks:
+            yield KernelLog(position, chunks)
+
+
+async def _goal(source: LogSource, query: LogQuery) -> _Goal:
+    """Return the first byte that a query selects."""
+    if query.tail is None and not query.since_ns:
+        return _Goal(query.from_position or 0)
+    async with aclosing(source.read(replace(query, follow=False))) as selected:
+        first = await anext(selected, None)
+    return _Goal(key=first.key if first else "")
+
+
+class _Dropped(RuntimeUnavailable):
+    """A line is not kept any more, so nothing can be counted from it."""
+
+
+class _Reader:
+    """A reader of one log, which counts bytes and notes anchors."""
+
+    def __init__(self, source: LogSource, query: LogQuery, anchors: LogAnchors) -> None:
+        self._source, self._query, self._anchors = source, query, anchors
+        self._kept = replace(query, follow=False)
+
+    async def find(self, goal: _Goal) -> tuple[Anchor, int]:
+        """Return the position of the first byte at the goal, and an anchor to read it from."""
+        position = None
+        if begin := self._anchors.before(goal):
+            with suppress(_Dropped):
+                position = await self._count(begin, goal)
+        if begin is None or position is None:
+            begin = await self._find_oldest(goal)
+            position = await self._count(begin, goal)
+        if position is None:  # it was dropped meanwhile
+            position = begin.position
+        nearest = self._anchors.before(_Goal(position))
+        is_nearer = nearest is not None and nearest.position > begin.position
+        return nearest if nearest and is_nearer else begin, position
+
+    async def _count(self, begin: Anchor, goal: _Goal) -> int | None:
+        """Return the position of a goal, or the end; None if its line is not there."""
+        end = begin.position
+        async with aclosing(self._read(self._kept, begin)) as entries:
+            async for position, entry in entries:
+                end = position + len(entry.data)
+                if entry.key == goal.key:
+                    return position
+                if goal.position is not None and end > goal.position:
+                    return max(position, goal.position)
+        return None if goal.key else end
+
+    async def _find_oldest(self, goal: _Goal) -> Anchor:
+        """Return the oldest line, at a position that no client has seen if it is unknown."""
+        oldest, size = "", 0
+        async with aclosing(self._source.read(self._kept)) as entries:
+            async for entry in entries:
+                oldest = oldest or entry.key
+                if self._anchors.last is None:
+                    break
+                if (known := self._anchors.position_of(entry.key)) is not None:
+                    return Anchor(max(0, known - size), oldest)
+                size += len(entry.data)
+        if self._anchors.last is not None:
+            unseen = self._anchors.last.position + ANCHOR_BYTES
+        elif await self._source.is_whole():
+            return Anchor(0, oldest)
+        else:
+            unseen = 0
+        begin = Anchor(max(unseen, goal.position or 0) + 1, oldest)
+        if oldest:
+            self._anchors.add(begin)
+        return begin
+
+    async def _read(self, query: LogQuery, begin: Anchor) -> AsyncGenerator[tuple[int, LogEntry]]:
+        """Yield entries with their positions.
+
+        Raises:
+            _Dropped: the line to begin with was dropped.
+        """
+        position, previous_time, expected = begin.position, "", begin.key
+        async with aclosing(self._source.read(query, begin.key)) as entries:
+            async for entry in entries:
+                if expected and entry.key != expected:
+                    raise _Dropped(f"output before {position} was dropped")
+                expected = ""
+                if self._anchors.is_due(position) and entry.time != previous_time:
+                    self._anchors.add(Anchor(position, entry.key))
+                previous_time = entry.time
+                yield position, entry
+                position += len(entry.data)
+        if expected:
+            raise _Dropped(f"output before {position} was dropped")
+
+    async def read_bytes(self, begin: Anchor, first: int) -> AsyncGenerator[bytes]:
+        """Yield the bytes from a position after an anchor."""
+        async with aclosing(self._read(self._query, begin)) as entries:
+            async for position, entry in entries:
+                if position + len(entry.data) > first:
+                    yield entry.data[max(0, first - position) :]

@@ -7,11 +7,62 @@ from pathlib import Path
 import pytest
 
 from agentd.errors import RuntimeUnavailable
-from agentd.runtimes.systemd.journal import JournalSource, read_journal
+from agentd.runtimes.log_positions import LogPositions
+from agentd.runtimes.systemd.journal import JournalSource
 from agentd.services.protocols import LogQuery
 
 LINE = json.dumps({"__CURSOR": "c", "__REALTIME_TIMESTAMP": "1", "MESSAGE": "line"})
-SOURCE = JournalSource("agentd-k1.service", "0" * 32, None)
+
+
+JOURNALCTL = """#!/bin/sh
+first=1 lines=all
+for option; do case $option in
+    --cursor=*) first=${option#--cursor=};;
+    --after-cursor=*) first=$((${option#--after-cursor=} + 1));;
+    --lines=*) lines=${option#--lines=};;
+    _SYSTEMD*) own=1;;
+esac; done
+[ "$own" ] || cat others
+[ "$lines" = all ] && lines=+1
+awk -v first=$first "NR >= first && length" journal | tail -n $lines
+"""
+"""A journalctl whose cursors are the numbers of lines; vacuumed lines are empty."""
+
+
+@pytest.mark.parametrize(
+    ("others", "known"),
+    [("", False), ("older", True)],
+    ids=["a journal that begins with the kernel", "a journal with older lines"],
+)
+async def test_positions_survive_a_vacuum(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, others: str, known: bool
+) -> None:
+    (tmp_path / "journalctl").write_text(JOURNALCTL)
+    (tmp_path / "journalctl").chmod(0o755)
+    entries = [
+        json.dumps({"__CURSOR": str(n), "__REALTIME_TIMESTAMP": str(100 + n), "MESSAGE": str(n)})
+        for n in range(1, 10)
+    ]
+    older = {"__CURSOR": "0", "__REALTIME_TIMESTAMP": "1", "MESSAGE": others}
+    (tmp_path / "others").write_text(f"{json.dumps(older)}\n" if others else "")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("agentd.runtimes.log_positions.ANCHOR_BYTES", 4)
+    tmp_path.chmod(0o700)
+    source = JournalSource("agentd-k1.service", "0" * 32, None, asyncio.Event().wait)
+
+    async def read(query: LogQuery) -> tuple[int, bytes]:
+        file = tmp_path / "positions.json"
+        async with LogPositions().open(source, query, file, "run") as opened:
+            return opened.position, b"".join([chunk async for chunk in opened.chunks])
+
+    (tmp_path / "journal").write_text("\n".join(entries) + "\n")
+    base, content = await read(LogQuery())
+    assert (base == 0, content) == (known, b"1\n2\n3\n4\n5\n6\n7\n8\n9\n")
+    assert await read(LogQuery(tail=2)) == (base + 14, b"8\n9\n")
+    (tmp_path / "journal").write_text("\n".join(["", "", "", *entries[3:]]) + "\n")
+    assert await read(LogQuery(from_position=base + 2)) == (base + 6, content[6:])
+    assert await read(LogQuery(from_position=base + 9)) == (base + 9, content[9:])
 
 
 @pytest.mark.parametrize("has_ended", [True, False])
@@ -26,7 +77,8 @@ async def test_follow_ends_with_the_kernel_only(
     ended = asyncio.Event()
     if has_ended:
         ended.set()
-    lines = read_journal(SOURCE, LogQuery(follow=True, tail=1), wait_ended=ended.wait)
+    source = JournalSource("agentd-k1.service", "0" * 32, None, ended.wait)
+    lines = source.read(LogQuery(follow=True, tail=1))
     if has_ended:
         assert [entry.data async for entry in lines] == [b"line\n"]
         return

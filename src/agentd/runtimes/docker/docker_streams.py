@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator
 from contextlib import suppress
+from datetime import datetime
+from zlib import crc32
 
 import aiohttp
 import msgspec
@@ -118,30 +121,66 @@ def _parse_event(line: bytes) -> ContainerEvent | None:
     return ContainerEvent(event.Action, container, attributes.get("name", ""), kernel_id)
 
 
-async def read_container_log(
-    docker: DockerClient, container: str, query: LogQuery
-) -> AsyncGenerator[LogEntry]:
-    """Yield a container's output: a line, or a part of a long one, with its time.
+class ContainerLog(msgspec.Struct, frozen=True):
+    """A container's log; an engine that has written `rotated_bytes` may have dropped its head."""
 
-    Raises:
-        RuntimeUnavailable: the engine does not answer, or stopped answering.
-    """
-    params = {
-        **{stream.value: str(int(stream in query.streams)) for stream in LogStream},
-        "follow": str(int(query.follow)),
-        "tail": "all" if query.tail is None else str(query.tail),
-        "timestamps": "1",
-        "since": f"{query.since_ns // 10**9}.{query.since_ns % 10**9:09d}",
-    }
-    with translate_errors():
-        async with docker.stream("GET", f"/containers/{container}/logs", params) as stream:
-            async for line in _read_whole_frames(stream):
-                time, _, text = line.partition(b" ")
-                yield LogEntry(time.decode(errors="replace"), line if query.timestamps else text)
+    docker: DockerClient
+    container: str
+    rotated_bytes: int
+
+    async def read(self, query: LogQuery, begin: str = "") -> AsyncGenerator[LogEntry]:
+        """Yield lines, or parts of long ones.
+
+        Raises:
+            RuntimeUnavailable: the engine does not answer, or stopped answering.
+        """
+        since_ns = _nanoseconds(begin.partition(" ")[0]) if begin else query.since_ns
+        params = {
+            **{stream.value: str(int(stream in query.streams)) for stream in LogStream},
+            "follow": str(int(query.follow)),
+            "tail": "all" if query.tail is None else str(query.tail),
+            "timestamps": "1",
+            "since": f"{since_ns // 10**9}.{since_ns % 10**9:09d}",
+        }
+        with translate_errors():
+            async with self.docker.stream("GET", self._path, params) as stream:
+                async for line in _read_lines_of_log(stream):
+                    time, _, text = line.partition(b" ")
+                    key = f"{time.decode(errors='replace')} {crc32(text):08x}"
+                    yield LogEntry(key, line if query.timestamps else text)
+
+    async def is_whole(self) -> bool:
+        """Return whether the log is too small to have been rotated, as far as that shows.
+
+        With times and frames it has more bytes here than in the engine's files.
+        """
+        params = {"stdout": "1", "stderr": "1", "timestamps": "1"}
+        size = 0
+        with translate_errors():
+            async with self.docker.stream("GET", self._path, params) as stream:
+                while chunk := await stream.readany():
+                    size += len(chunk)
+                    if 0 < self.rotated_bytes <= size:
+                        return False
+        return True
+
+    @property
+    def _path(self) -> str:
+        return f"/containers/{self.container}/logs"
 
 
-async def _read_whole_frames(stream: aiohttp.StreamReader) -> AsyncGenerator[bytes]:
-    """Yield frames.
+def _nanoseconds(time: str) -> int:
+    """Return the time of a line in nanoseconds since the epoch, 0 if it is malformed."""
+    try:
+        seconds = int(datetime.fromisoformat(time).replace(microsecond=0).timestamp())
+    except (ValueError, OverflowError):
+        return 0
+    fraction = re.search(r"\.(\d{1,9})", time)
+    return seconds * 10**9 + int(fraction[1].ljust(9, "0") if fraction else 0)
+
+
+async def _read_lines_of_log(stream: aiohttp.StreamReader) -> AsyncGenerator[bytes]:
+    """Yield the lines of a log, or parts of long ones, each in a frame of its own.
 
     Raises:
         DockerResponseLost: a frame is too long for a part of a line, or was cut.

@@ -13,10 +13,11 @@ import math
 import re
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, suppress
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from agentd.concurrency import complete_shielded
@@ -63,7 +64,7 @@ from agentd.runtimes.docker.docker_streams import (
     CONNECTED,
     CREATE_ACTIONS,
     DESTROY,
-    read_container_log,
+    ContainerLog,
     watch_container_events,
 )
 from agentd.runtimes.docker.error_translation import (
@@ -80,7 +81,7 @@ from agentd.runtimes.docker.inspection import verify_container
 from agentd.runtimes.docker.last_seen import OutageLog
 from agentd.runtimes.docker.mounts import MountSource, refuse_missing, resolve_sources
 from agentd.runtimes.docker.request_errors import foreign_image_reason
-from agentd.runtimes.log_positions import open_counted_log
+from agentd.runtimes.log_positions import LogPositions
 from agentd.services.protocols import (
     CreateProgress,
     CreateUndone,
@@ -116,6 +117,7 @@ class _Attempt:
 _SOURCES = "a mount's source"
 _NO_NETWORK = re.compile("^network .* not found|network not found")
 """Engines answer 404 for it as they do for an image, or its platform."""
+_POSITIONS = ".positions.json"
 DISK_PAUSE_S = 60.0
 """Seconds for which a full disk is shown after a create, unless another one finds room."""
 MINIMUM_BYTES = 6 * 2**20
@@ -136,8 +138,12 @@ class DockerRuntime:
         settings: DockerSettings,
         last_seen: OutageLog | None = None,
         own_settings: Mapping[str, DockerSettings] | None = None,
+        folder: Path | None = None,
     ) -> None:
-        """Create the runtime; `own_settings` are those of agents with means of their own."""
+        """Create the runtime; `own_settings` are those of agents with means of their own.
+
+        The positions of logs survive a restart if there is a folder for them.
+        """
         self._node_id = node_id
         self._settings = settings
         self._own_settings = own_settings or {}
@@ -157,6 +163,7 @@ class DockerRuntime:
         self._group_lookups: defaultdict[str, Lookups] = defaultdict(Lookups)
         self._device_lookups = Lookups()
         self._is_swept = False
+        self._positions, self._folder = LogPositions(), folder
         self._last_seen = last_seen or OutageLog()
         self._observer = ContainerObserver(self._docker, node_id, self._last_seen)
 
@@ -432,12 +439,23 @@ class DockerRuntime:
                 if error.status != CONFLICT or not unless_alive:
                     raise
                 return False
+        if file := self._positions_file(ref):
+            with suppress(OSError):
+                file.unlink(missing_ok=True)
         return True
+
+    def _forget_positions(self, kept: Collection[str]) -> None:
+        """Remove the files of kernels that were removed meanwhile."""
+        for file in self._folder.glob(f"*{_POSITIONS}") if self._folder else ():
+            if file.name.removesuffix(_POSITIONS) not in kept:
+                with suppress(OSError):
+                    file.unlink()
 
     async def list_kernels(self) -> Listing:
         listing = await self._observer.list_kernels()
         self._last_seen.update()
         if not self._is_swept:
+            self._forget_positions({kernel.kernel_id for kernel in listing.kernels})
             containers = [kernel.ref.handle for kernel in listing.kernels if kernel.ref.handle]
             sweep = partial(kill_orphaned_execs, self._node_id, containers)
             with suppress(RuntimeUnavailable):  # the environment of a stuck process
@@ -492,4 +510,11 @@ class DockerRuntime:
 
     def logs(self, ref: KernelRef, query: LogQuery) -> AbstractAsyncContextManager[KernelLog]:
         container = self._container_reference(ref)
-        return open_counted_log(partial(read_container_log, self._docker, container), query)
+        settings = self._settings
+        source = ContainerLog(
+            self._docker, container, settings.log_max_size * (settings.log_max_files - 1)
+        )
+        return self._positions.open(source, query, self._positions_file(ref), container)
+
+    def _positions_file(self, ref: KernelRef) -> Path | None:
+        return self._folder / f"{ref.kernel_id}{_POSITIONS}" if self._folder else None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from datetime import UTC, datetime
 
 import msgspec
@@ -31,6 +31,8 @@ class JournalSource(msgspec.Struct, frozen=True):
     unit: str
     invocation_id: str
     agent_id: str | None
+    wait_ended: Callable[[], Awaitable[None]]
+    """Returns when the unit has ended."""
 
     @property
     def journal(self) -> list[str]:
@@ -45,51 +47,62 @@ class JournalSource(msgspec.Struct, frozen=True):
         field = "_SYSTEMD_USER_UNIT" if self.agent_id is None else "_SYSTEMD_UNIT"
         return [f"{field}={self.unit}", f"_SYSTEMD_INVOCATION_ID={self.invocation_id}"]
 
+    async def read(self, query: LogQuery, begin: str = "") -> AsyncGenerator[LogEntry]:
+        """Yield the requested lines; a followed log ends with the unit."""
+        options = [f"--lines={'all' if query.tail is None else query.tail}"]
+        if begin:
+            options.append(f"--cursor={begin.partition(' ')[2]}")
+        elif query.since_ns:
+            microseconds = query.since_ns // 1000
+            options.append(f"--since=@{microseconds // 10**6}.{microseconds % 10**6:06d}")
+        if query.follow:
+            async with aclosing(self._follow(options, query)) as followed:
+                async for entry in followed:
+                    options = [f"--after-cursor={entry.key.partition(' ')[2]}", "--lines=all"]
+                    yield entry
+        await _flush(self)
+        async with aclosing(_read_entries(self, [*options, *self.matches], query)) as entries:
+            async for entry in entries:
+                yield entry
 
-async def read_journal(
-    source: JournalSource, query: LogQuery, *, wait_ended: Callable[[], Awaitable[None]]
-) -> AsyncGenerator[LogEntry]:
-    """Yield the requested lines; a followed log ends after `wait_ended` returns."""
-    options = [f"--lines={'all' if query.tail is None else query.tail}"]
-    if query.since_ns:
-        options.append(f"--since=@{query.since_ns // 10**9}.{query.since_ns % 10**9 // 1000:06d}")
-    if not query.follow:
-        await _flush(source)
-        async for entry in _read_entries(source, options, query):
-            yield entry
-        return
-    cursor = ""
-    entries = _read_entries(source, [*options, "--follow"], query)
-    end_task = asyncio.ensure_future(wait_ended())
-    try:
-        while True:
-            next_entry = asyncio.ensure_future(anext(entries, None))
-            try:
-                await asyncio.wait({next_entry, end_task}, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                if not next_entry.done():
-                    next_entry.cancel()
-                    await asyncio.wait([next_entry])
-            if next_entry.cancelled() or (followed := next_entry.result()) is None:
-                break
-            cursor = followed.key
-            yield followed
-        if not end_task.done():
-            raise RuntimeUnavailable("journalctl ended before the kernel")
-    finally:
-        end_task.cancel()
-        await entries.aclose()
-    await _flush(source)
-    remaining_options = [f"--after-cursor={cursor}", "--lines=all"] if cursor else options
-    async for entry in _read_entries(source, remaining_options, query):
-        yield entry
+    async def _follow(self, options: Sequence[str], query: LogQuery) -> AsyncGenerator[LogEntry]:
+        """Yield lines until the unit has ended; the last ones may be missing."""
+        entries = _read_entries(self, [*options, "--follow", *self.matches], query)
+        end_task = asyncio.ensure_future(self.wait_ended())
+        try:
+            while True:
+                next_entry = asyncio.ensure_future(anext(entries, None))
+                try:
+                    await asyncio.wait({next_entry, end_task}, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    if not next_entry.done():
+                        next_entry.cancel()
+                        await asyncio.wait([next_entry])
+                if next_entry.cancelled() or (entry := next_entry.result()) is None:
+                    break
+                yield entry
+            if not end_task.done():
+                raise RuntimeUnavailable("journalctl ended before the kernel")
+        finally:
+            end_task.cancel()
+            await entries.aclose()
+
+    async def is_whole(self) -> bool:
+        """Return whether the journal has older lines of others, so it has dropped none of these."""
+        oldest = []
+        for matches in (self.matches, []):
+            options = ["--lines=all", *matches]
+            async with aclosing(_read_entries(self, options, LogQuery())) as entries:
+                oldest.append(await anext(entries, None))
+        own, others = oldest
+        return own is None or others is None or others.key < own.key
 
 
 async def _read_entries(
     source: JournalSource, options: Sequence[str], query: LogQuery
 ) -> AsyncGenerator[LogEntry]:
     command = ["journalctl", "--quiet", "--no-pager", "--all", "--output=json",
-               "--output-fields=MESSAGE", *source.journal, *options, *source.matches]  # fmt: skip
+               "--output-fields=MESSAGE", *source.journal, *options]  # fmt: skip
     try:
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -104,7 +117,8 @@ async def _read_entries(
         assert process.stdout is not None  # noqa: S101 - it was requested
         async for line in process.stdout:
             entry = json.loads(line)
-            yield LogEntry(entry["__CURSOR"], _format_line(entry, query))
+            key = f"{entry['__REALTIME_TIMESTAMP']:>020} {entry['__CURSOR']}"
+            yield LogEntry(key, _format_line(entry, query))
     except ValueError as error:
         raise RuntimeUnavailable(f"malformed output of journalctl: {error}") from None
     finally:

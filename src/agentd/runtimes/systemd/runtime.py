@@ -52,8 +52,8 @@ from agentd.runtimes.host.request_limits import (
     host_options,
 )
 from agentd.runtimes.host.user_accounts import UserAccounts
-from agentd.runtimes.log_positions import open_counted_log
-from agentd.runtimes.systemd.journal import JournalSource, read_journal
+from agentd.runtimes.log_positions import LogPositions
+from agentd.runtimes.systemd.journal import JournalSource
 from agentd.runtimes.systemd.slices import ExitDropIn, Slices
 from agentd.runtimes.systemd.unit import (
     kernel_id_of_unit,
@@ -61,7 +61,7 @@ from agentd.runtimes.systemd.unit import (
     request_problems,
     unit_name,
 )
-from agentd.runtimes.systemd.unit_bundle import UnitBundle
+from agentd.runtimes.systemd.unit_bundle import POSITIONS, UnitBundle
 from agentd.runtimes.systemd.unit_observer import RUNTIME, UnitObserver, agent_of_record
 from agentd.runtimes.systemd.unit_state import LIVE_STATES, state_of
 from agentd.services.protocols import (
@@ -111,6 +111,7 @@ class SystemdRuntime:
         self._lookups: defaultdict[str, Lookups] = defaultdict(Lookups)
         """By agent: no agent waits for the groups of another."""
         self._ends = ExitDropIn(self._manager, node_id, folder)
+        self._positions = LogPositions()
 
     def update_settings(self, settings: SystemdSettings) -> None:
         """Replace the settings; existing kernels keep theirs."""
@@ -315,9 +316,9 @@ class SystemdRuntime:
             if self._accounts.is_unprivileged
             else agent_of_record(kernel.record) or kernel.agent_id
         )
-        source = JournalSource(unit, kernel.handle, agent_id)
-        read = partial(read_journal, source, wait_ended=lambda: self._wait_ended(unit))
-        async with open_counted_log(read, query) as opened:
+        source = JournalSource(unit, kernel.handle, agent_id, partial(self._wait_ended, unit))
+        file = self._observer.bundle(ref.kernel_id).path / POSITIONS
+        async with self._positions.open(source, query, file, kernel.handle) as opened:
             yield opened
 
 

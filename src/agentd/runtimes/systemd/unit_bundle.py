@@ -8,6 +8,7 @@ exit            the exit status: `$SERVICE_RESULT $EXIT_CODE $EXIT_STATUS`, the 
                 of the manager; written by systemd's own ExecStopPost=, or by the daemon
 cgroup          the id of its cgroup, which is the inode of that folder
 counted         the contents of the cgroup's files at the end, if systemd ended the kernel
+positions.json  the positions of some of its lines in the journal, noted while they were read
 usage.json      the usage at the end according to the manager, if the kernel ended by itself
 """
 
@@ -30,7 +31,7 @@ from agentd.host.cgroups.usage import parse_usage_files
 from agentd.runtimes.host.private_folder import PrivateFolder
 
 RECORD, ENVIRONMENT, IDENTITY, EXIT = "record.json", "environment", "identity.json", "exit"
-USAGE, COUNTED, GROUP = "usage.json", "counted", "cgroup"
+USAGE, COUNTED, GROUP, POSITIONS = "usage.json", "counted", "cgroup", "positions.json"
 
 DROP_IN = """\
 # Written by agentd: how each kernel ends is written down by systemd itself. It runs with all rights
