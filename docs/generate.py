@@ -144,6 +144,23 @@ def states_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+ENDS_OF_RUN = (
+    ("the kernel ends", "with `--rm` deleted", "the kernel's"),
+    ("INT, HUP, QUIT, USR1 or USR2", "its first process gets the signal", "the kernel's"),
+    ("TERM", "stopped, as by `agentctl stop`", "the kernel's"),
+    ("a second INT, HUP, QUIT or TERM", "killed", "the kernel's"),
+    ("a third one", "runs on, and is named", "128 plus the signal"),
+    ("KILL", "runs on; with `--rm` deleted with `keep-ended`", "137"),
+    ("the terminal is closed", "its first process gets HUP", "the kernel's"),
+    ("the reader of the output leaves", "stopped; with `--rm` deleted", "141"),
+    ("output cannot be written: a full disk", "runs on, and is named; not deleted", "74"),
+    ("the daemon is away, or the connection breaks", "runs on; its output is resumed", "none"),
+    ("output was dropped before it was printed", "runs on; the bytes are named", "none"),
+    ("the kernel is removed, the token is revoked", "", "125"),
+)
+"""What ends `agentctl run`, what it does to the kernel, and the status."""
+
+
 def exit_codes_page() -> str:
     """Return the page of exit statuses, from their table in the code."""
     lines = [
@@ -172,6 +189,18 @@ def exit_codes_page() -> str:
         "agentctl: UnknownDevice: unknown device cuda-1",
         "  did you mean cuda1?",
         "```",
+        "",
+        "## Ends of agentctl run",
+        "",
+        "| event | kernel | status |",
+        "|---|---|---|",
+        *(f"| {' | '.join(row)} |" for row in ENDS_OF_RUN),
+        "",
+        "A signal that is ignored at the start, as by `nohup`, stays ignored. One that arrives during",
+        "the create cancels it (USR1 and USR2 wait for the kernel). The first process of a container",
+        "ignores INT, HUP and QUIT unless it handles them or has `--init`.",
+        "",
+        "`agentctl create` ends at the first INT, TERM or HUP: it names the kernel, whose create goes on.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -401,9 +430,9 @@ def errors_page() -> str:
             "an `ImageUnavailable` only if another node had the image.",
             "",
             "`agentctl` shows a refusal at once, except that of a create. `agentctl run` repeats a create",
-            "for 15 s after a 503 or without an answer, and `agentctl create` if its kernel may exist: after",
-            "an `OutcomeUnknown` or an `AnswerLost`. A connection that held for more than 5 s before it was",
-            "cut, as balancers do during a pull, starts the 15 s again. The exit status is the same for all",
+            "for 15 s after a 503, and both `run` and `create` if its kernel may exist: after an",
+            "`OutcomeUnknown` or an `AnswerLost`. A connection that held for more than 5 s before it was",
+            "cut, as balancers do during a pull, starts the time again. The exit status is the same for all",
             "codes ([exit codes](exit-codes.md)), except for `CommandNotFound` of `agentctl run`.",
             "",
             "## Errors outside responses",

@@ -129,6 +129,7 @@ NEW: Mapping[str, frozenset[str]] = {
                 for word in ("start", "stop")
                 for argument in ("", " --json", " -o/--output", " name")
             ),
+            "agentctl events --after",
             *(
                 f"agentctl clear{argument}"
                 for argument in ("", " --json", " -o/--output", " device")

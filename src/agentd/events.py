@@ -8,6 +8,7 @@ dropped, never awaited.
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
@@ -57,11 +58,12 @@ class Audit(msgspec.Struct, frozen=True):
 
 
 class Event(msgspec.Struct, frozen=True):
-    """One event; `value` is the subject at that moment."""
+    """One event; `value` is the subject at that moment, `at` in seconds since the epoch."""
 
     number: int
     kind: EventKind
     value: object
+    at: float
     changes_shares: bool = False
     """Whether the devices that a kernel holds changed."""
 
@@ -121,7 +123,7 @@ class EventLog:
     def publish(self, kind: EventKind, value: object, *, is_of_shares: bool = False) -> None:
         """Queue an event for all listeners, without waiting."""
         self._number += 1
-        event = Event(self._number, kind, value, is_of_shares)
+        event = Event(self._number, kind, value, time.time(), is_of_shares)
         self._past.append(event)
         for listener in self._listeners:
             listener.put(event)
@@ -158,4 +160,4 @@ class EventLog:
         if last_id in ids:
             return [*self._past][ids.index(last_id) :]
         reason = "later events are not kept; list again"
-        return [Event(self._number, EventKind.RESET, reason)]
+        return [Event(self._number, EventKind.RESET, reason, time.time())]

@@ -6,19 +6,13 @@ import json
 import os
 import pty
 import re
-import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from agentd.cli.agentctl.follow import _merge_logs
-from agentd.errors import RuntimeUnavailable
 from support import fork_server
 from support.daemon import Daemon
 
@@ -156,22 +150,6 @@ async def test_several_logs_are_told_apart(up: Daemon) -> None:
     assert "UnknownKernel" in ctl(up, "logs", "a", "nobody", code=1).stderr
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_log_whose_reader_breaks_is_not_complete() -> None:
-    class Broken:
-        def logs(self, _: str, **__: object) -> Iterator[bytes]:
-            yield b"a line\n"
-            raise ValueError("a mistake of ours")
-
-    client: Any = Broken()
-    before = threading.enumerate()
-    with pytest.raises(RuntimeUnavailable, match="not read to its end"):
-        list(_merge_logs(client, ["k1", "k2"], {}))
-    for thread in threading.enumerate():
-        if thread not in before:  # it tells of its mistake after the log's end
-            thread.join(20)
-
-
 async def test_tables_fit_the_terminal_and_keep_their_lines(up: Daemon) -> None:
     labels = {"note": "a text of many words that no terminal of eighty columns can show in a cell"}
     await up.running(kernel_id="k1", slots={"cpu": 0}, labels=labels)
@@ -239,30 +217,6 @@ async def test_characters_that_a_terminal_lacks_are_escaped(up: Daemon) -> None:
             env={**os.environ, "AGENTD_SOCKET": str(up.folder / "agentd.sock"), **env},
         )  # fmt: skip
         assert b"caf\xe9 \\u2713" in process.stdout
-
-
-async def test_logs_end_with_an_error_when_the_daemon_does(up: Daemon) -> None:
-    for kernel_id in ("a", "b"):
-        await up.running(
-            kernel_id=kernel_id, command=["sh", "-c", "echo here; sleep 1000"], slots={"cpu": 0}
-        )
-    env = {**os.environ, "AGENTD_SOCKET": str(up.folder / "agentd.sock")}
-    following = [
-        await asyncio.create_subprocess_exec(
-            BIN / "agentctl", *words, stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE, env=env,
-        )
-        for words in (["logs", "-f", "a"], ["logs", "-f", "a", "b"])
-    ]  # fmt: skip
-    for process in following:
-        assert process.stdout is not None
-        assert b"here" in await asyncio.wait_for(process.stdout.readline(), 20)
-    await up.stop(signal.SIGKILL)
-    for process in following:
-        _, errors = await asyncio.wait_for(process.communicate(), 20)
-        assert process.returncode == 1
-        assert errors.startswith(b"agentctl: Unreachable")
-        assert errors.count(b"\n") == 1
 
 
 async def test_errors_are_json_where_answers_are(up: Daemon) -> None:

@@ -1,13 +1,15 @@
-"""Every parameter of every command has an effect.
+"""Every parameter of every command has an effect, and refuses values that it cannot use.
 
 Each command runs twice, without a parameter and with it. What it does outside of itself (calls of
-a node, programs, daemons, output, exit status) must differ.
+a node, programs, daemons, output, exit status) must differ. Two options together must differ from
+each of them alone.
 """
 
 import builtins
 import functools
 import importlib
 import io
+import itertools
 import json
 import os
 import re
@@ -31,6 +33,7 @@ from typing_extensions import is_typeddict
 from agentd import log, views
 from agentd.cli.agentctl import exec as agentctl_exec
 from agentd.cli.agentctl.main import agentctl
+from agentd.cli.agentctl.options import MemberOption
 from agentd.cli.agentd.main import agentd
 from agentd.client import Client
 from agentd.client.calls import Call
@@ -45,6 +48,7 @@ from agentd_slurm.commands import doctor, sync
 USAGE = 2
 MAX_EFFECTS = 60
 """Effects after which a command that goes on without an end is ended."""
+URL = "http://127.0.0.1:6001"
 TIME = "2026-01-01T00:00:00Z"
 MEMBERS = {
     "at": TIME, "created_at": TIME, "started_at": TIME, "finished_at": TIME, "expires_at": TIME,
@@ -117,7 +121,8 @@ EVENT = b'id: 1\nevent: kernel\ndata: {"kernel_id": "k1", "state": "running"}\n\
 class Response(io.BytesIO):
     """The part of `http.client.HTTPResponse` that commands use."""
 
-    headers: Mapping[str, str] = MappingProxyType({})
+    headers: Mapping[str, str] = MappingProxyType({"Log-Position": "0"})
+    length = None
 
 
 class Recorder:
@@ -157,7 +162,7 @@ class Recorder:
 
         def record(*arguments: Any, **named: Any) -> Any:
             plain = [text for text in map(repr, arguments) if " at 0x" not in text]
-            self.add(name, plain, named, [os.environ.get(v) for v in SLURM_VARIABLES])
+            self.add(name, plain, named, [os.environ.get(v) or None for v in SLURM_VARIABLES])
             return result
 
         return record
@@ -211,7 +216,9 @@ class Effects(NamedTuple):
     files: Mapping[str, bytes]
 
 
-def effects_of(words: Sequence[str]) -> Effects:
+def effects_of(
+    words: Sequence[str], variables: Mapping[str, str] = MappingProxyType({})
+) -> Effects:
     """Run a command on files of its own, with stand-ins for what it would reach."""
     recorder = Recorder()
     stand_ins: list[tuple[Any, str, Any]] = [
@@ -242,7 +249,7 @@ def effects_of(words: Sequence[str]) -> Effects:
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("AGENT", "SLURM"))}
     with (
         tempfile.TemporaryDirectory() as folder,
-        patch.dict(os.environ, environ, clear=True),
+        patch.dict(os.environ, {**environ, **variables}, clear=True),
         pytest.MonkeyPatch.context() as patched,
     ):
         for owner, name, stand_in in stand_ins:
@@ -260,6 +267,7 @@ def effects_of(words: Sequence[str]) -> Effects:
 
 CONFIG = ("--config", "a.toml")
 OPTIONS: dict[str, Sequence[str]] = {
+    "agentctl --token-file": ("--url", URL),
     "agentctl wait --timeout": ("--for", "removed"),
     "agentctl token create": ("--agent", "agent-1", "--file", "t1"),
     "agentctl token create --role": ("--file", "t1"),
@@ -270,6 +278,7 @@ OPTIONS: dict[str, Sequence[str]] = {
 STATUSES = {
     "agentctl top": 1, "agentctl fleet top": 1, "agentctl wait --timeout": 1,  # they do not end
     "agentctl fleet nodes forget": 1,  # not confirmed
+    "agentctl events": 1,  # it resumes
     "agentctl slurm gres": 1,  # the device has no file
     "agentctl token create --role": 2, "agentctl token create --gateway": 2,  # no --agent
     "agentd config init": 1,  # the file exists
@@ -287,6 +296,7 @@ VALUES = {
     "agentd-fleet check-config --config": "wrong.toml",
     "agentd-fleet gateway --config": "fleet-b.toml", "agentd-fleet join --config": "fleet-b.toml",
     "tail": "7", "interval": "7.5", "count": "1", "ttl": "7", "fleet_address": "unix:/f.sock",
+    "since": TIME, "url": URL, "agentctl ui --port": "80", "agentctl fleet ui --port": "80",
 }  # fmt: skip
 """Values of options that are not any text."""
 ARGUMENTS = {
@@ -316,6 +326,45 @@ COMMANDS = {
 }
 
 
+EMPTY_PARAMETERS = {
+    "entrypoint": "it removes the entrypoint of the image",
+    "command": "a word of the caller's command",
+    "value": "the value of a setting",
+    "reason": "a node without a reason",
+}
+"""Parameters that may be empty, and what an empty one means."""
+NOT_FINITE = ("nan", "inf", "-inf", "1e999")
+FORMATS = ("--json", "--output", "--quiet")
+PAIRS_WITHOUT_EFFECT = {
+    ("--async", "--dry-run"): "a kernel that is not created is not waited for",
+    ("--rm", "--dry-run"): "nor removed",
+    ("--for", "--timeout"): "the kernel of the test has ended: nothing is waited for",
+    ("--role", "--gateway"): "the role of a gateway is admin; any other is refused",
+    ("--agent", "--json"): "the node of the test does not have the agent",
+    ("--agent", "--files"): "the same",
+    ("--id", "--scope"): "the command runs again in its scope, with all of its words",
+    ("-s", "--scope"): "the same",
+    ("--device", "--scope"): "the same",
+    ("--label", "--scope"): "the same",
+    **{(one, other): "one of them is the format" for one in FORMATS for other in FORMATS},
+}
+"""Pairs of options where one has no effect beside the other, and why."""
+SLOW = ("agentd plan", "agentd plugins", "agentd check-config", "agentd plugin check")
+"""Commands that start plugins; their options are shared with others."""
+VARIABLES: Sequence[tuple[str, str, tuple[str, ...]]] = (
+    ("AGENTD_SOCKET", "/v.sock", ("agentctl", "whoami")),
+    ("AGENTD_URL", URL, ("agentctl", "whoami")),
+    ("AGENTD_CONFIG", "b.toml", ("agentctl", "whoami")),
+    ("AGENTD_CONFIG", "b.toml", ("agentd", "config", "show")),
+    ("AGENTD__RPC__SOCKET", "/v.sock", ("agentctl", "whoami")),
+    ("AGENTD_TOKEN_FILE", "text", ("agentctl", "--url", URL, "whoami")),
+    ("AGENTCTL_FLEET", "unix:/v.sock", ("agentctl", "whoami")),
+    ("AGENTCTL_FLEET", "unix:/v.sock", ("agentctl", "fleet", "ls")),
+    ("AGENTD_FLEET_CONFIG", "fleet-a.toml", ("agentd-fleet", "join-options")),
+)
+"""Variables that replace options, with a value, and words of a command that they change."""
+
+
 def value_of(path: str, option: click.Option) -> list[str]:
     """Return the words that follow an option: none for a flag."""
     if option.is_flag:
@@ -323,26 +372,44 @@ def value_of(path: str, option: click.Option) -> list[str]:
     if isinstance(option.type, click.Choice):
         return [next(str(c) for c in option.type.choices if c != option.default)]
     value = VALUES.get(f"{path} {option.opts[-1]}") or VALUES.get(str(option.name))
-    return [value or ("7" if option.type is click.INT else "other")]
+    return [value or "other"]
 
 
 def words_of(path: str, parameter: click.Parameter, *, changed: bool) -> tuple[str, ...]:
     """Return the words of a command without a parameter, or with it."""
-    option: Sequence[str] = ()
-    if changed and isinstance(parameter, click.Option):
-        option = (parameter.opts[-1], *value_of(path, parameter))
+    if not isinstance(parameter, click.Option):
+        return with_words(path, parameter, argument=values_of(path, parameter)[changed])
+    option = (parameter.opts[-1], *value_of(path, parameter)) if changed else ()
+    return with_words(path, parameter, option)
+
+
+def values_of(path: str, argument: click.Parameter) -> tuple[str, str]:
+    """Return two values of an argument."""
+    if isinstance(argument.type, click.Choice):
+        first, second, *_ = argument.type.choices
+        return str(first), str(second)
+    return ARGUMENTS.get(f"{path} {argument.name}") or ARGUMENTS.get(
+        str(argument.name), ("one", "other")
+    )
+
+
+def with_words(
+    path: str, parameter: click.Parameter, option: Sequence[str] = (), argument: str | None = None
+) -> tuple[str, ...]:
+    """Return the words of a command with further ones, or with a value of the argument."""
     if path in SUBCOMMANDS:
-        return (path, *option, *SUBCOMMANDS[path])
+        both = OPTIONS.get(f"{path} {parameter.opts[-1]}", ())
+        return (path, *both, *option, *SUBCOMMANDS[path])
     parameters = COMMANDS[path].params
     config = CONFIG if path.startswith("agentd ") else ("--config", "fleet-a.toml")
     has_config = any(each.name == "config_file" for each in parameters)
     options = OPTIONS.get(path, config if has_config else ())
     options = OPTIONS.get(f"{path} {parameter.opts[-1]}", options)
-    arguments = []
-    for each in parameters:
-        if isinstance(each, click.Argument):
-            values = ARGUMENTS.get(f"{path} {each.name}") or ARGUMENTS.get(str(each.name))
-            arguments.append((values or ("one", "other"))[changed and each is parameter])
+    arguments = [
+        values_of(path, each)[0] if argument is None or each is not parameter else argument
+        for each in parameters
+        if isinstance(each, click.Argument)
+    ]
     return (*path.split(), *options, *option, *arguments)
 
 
@@ -359,3 +426,61 @@ def test_each_parameter_has_an_effect(path: str) -> None:
             unused.append(name)
     assert unused == []
     assert effects_of(words) == effects(words), "the effects differ from run to run"
+
+
+def may_be_tried(path: str, parameter: click.Parameter) -> bool:
+    is_flag = isinstance(parameter, click.Option) and parameter.is_flag
+    return not is_flag and not isinstance(parameter.type, click.Choice)
+
+
+def status_with(path: str, parameter: click.Parameter, value: str) -> int:
+    """Return the status of a command with a value of a parameter."""
+    if isinstance(parameter, click.Option):
+        return effects_of(with_words(path, parameter, (parameter.opts[-1], value))).status
+    return effects_of(with_words(path, parameter, argument=value)).status
+
+
+@pytest.mark.parametrize("path", [path for path, command in COMMANDS.items() if command.params])
+def test_unusable_value_is_wrong_usage(path: str) -> None:
+    for parameter in filter(functools.partial(may_be_tried, path), COMMANDS[path].params):
+        name = f"{path} {parameter.opts[-1]}"
+        if parameter.name not in EMPTY_PARAMETERS:
+            assert status_with(path, parameter, "") == USAGE, name
+        if path not in SLOW and status_with(path, parameter, "x") == USAGE:
+            for value in NOT_FINITE:
+                assert status_with(path, parameter, value) == USAGE, (name, value)
+
+
+@pytest.mark.parametrize("path", [path for path in COMMANDS if path not in SLOW])
+def test_options_have_an_effect_together(path: str) -> None:
+    effects = functools.cache(effects_of)
+    options = [each for each in COMMANDS[path].params if isinstance(each, click.Option)]
+    for one, other in itertools.combinations(options, 2):
+        names = (one.opts[-1], other.opts[-1])
+        is_body = isinstance(one, MemberOption) and isinstance(other, MemberOption)
+        if is_body or "--version" in names or {names, names[::-1]} & PAIRS_WITHOUT_EFFECT.keys():
+            continue
+        first, second = ((o.opts[-1], *value_of(path, o)) for o in (one, other))
+        both = effects(with_words(path, one, (*first, *second)))
+        alone = [effects(with_words(path, one, words)) for words in (first, second)]
+        assert both.status == USAGE or both not in alone, names
+
+
+@pytest.mark.parametrize("path", COMMANDS)
+def test_each_spelling_of_an_option_is_the_same(path: str) -> None:
+    for option in COMMANDS[path].params:
+        if isinstance(option, click.Option) and len(option.opts) > 1 and path not in SLOW:
+            first, *others = (
+                effects_of(with_words(path, option, (spelling, *value_of(path, option))))
+                for spelling in option.opts
+            )
+            assert others == [first] * len(others), option.opts
+
+
+@pytest.mark.parametrize(("variable", "value", "words"), VARIABLES)
+def test_variable_has_an_effect_unless_empty(
+    variable: str, value: str, words: tuple[str, ...]
+) -> None:
+    effects = effects_of(words)
+    assert effects_of(words, {variable: value}) != effects
+    assert effects_of(words, {variable: ""}) == effects

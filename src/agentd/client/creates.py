@@ -74,7 +74,8 @@ class CreateAttempts:
         """
         now = time.monotonic()
         self._may_exist = self._may_exist or _is_lost(error)
-        if self._first_failure is None or (self._may_exist and now - self._began > HELD_S):
+        is_cut = isinstance(error, AnswerLost) and now - self._began > HELD_S
+        if self._first_failure is None or is_cut:
             self._first_failure = now
         window_s = self._lost_s if self._may_exist else self._retry_s if error.content else 0.0
         pause_s = error.retry_after_s if error.content else RETRY_S

@@ -8,15 +8,16 @@ from typing import Any, NamedTuple
 from agentd.client.errors import parse_content
 from agentd.errors import Refused
 
-_FIELDS = ("event", "data", "id")
+_FIELDS = ("event", "data", "id", "at")
 
 
 class NodeEvent(NamedTuple):
-    """An event: its kind, the answer of the matching call, and the id to resume after."""
+    """An event: its kind, the answer of the matching call, the id to resume after, and its time."""
 
     kind: str
     data: dict[str, Any]
     id: str
+    at: str = ""
 
 
 class EventParser:
@@ -57,4 +58,5 @@ class EventParser:
         if "data" not in members:
             return None
         kind, event_id = members.get("event", "message"), members.get("id", "")
-        return NodeEvent(kind, parse_content(members["data"].encode()), event_id)
+        data = parse_content(members["data"].encode())
+        return NodeEvent(kind, data, event_id, members.get("at", ""))

@@ -40,7 +40,8 @@ class EventHandlers:
             if visible is None:
                 return b""
             kind, content = visible
-            head = f"id: {self._events.event_id(event)}\nevent: {kind}\ndata: "
+            event_id, at = self._events.event_id(event), rendering.format_time(event.at)
+            head = f"id: {event_id}\nevent: {kind}\nat: {at}\ndata: "
             return head.encode() + msgspec.json.encode(content) + b"\n\n"
 
         with self._streams.register(request):

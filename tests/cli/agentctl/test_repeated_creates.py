@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from agentd.cli.agentctl import create, run
+from agentd.client import Client, creates
 from agentd.errors import (
     AgentdError,
     AnswerLost,
@@ -39,7 +40,7 @@ class SlowNode:
         self.clock, self.kind = clock, kind
         self.attempts = 0
 
-    def create_kernel(self, *_: object, **__: object) -> dict[str, Any]:
+    def execute(self, *_: object, **__: object) -> dict[str, Any]:
         self.attempts += 1
         self.clock.sleep(ATTEMPT_S)
         if self.attempts == MANY:
@@ -47,26 +48,37 @@ class SlowNode:
         raise self.kind("so") if self.attempts > 1 else AnswerLost("cut")
 
 
-def by_create(client: Any) -> object:
+def by_client(node: Any) -> object:
+    client = Client(timeout_s=15)
+    client.execute = node.execute  # type: ignore[method-assign]
+    client._sleep = node.clock.sleep  # type: ignore[method-assign]
     try:
-        return create.with_progress(client, {"kernel_id": "k1"}, client.create_kernel)
+        return client.create_kernel("agent-1", {"kernel_id": "k1"})
+    except AgentdError as error:
+        return error
+
+
+def by_fleet(node: Any) -> object:
+    try:
+        return create.create_repeatedly(node.execute, "k1", pause=node.clock.sleep)
     except AgentdError as error:
         return error
 
 
 def by_run(client: Any) -> object:
     running = run.Run(client, "agent-1", {"kernel_id": "k1", "labels": {}})
-    running._create_and_follow()
+    running._pause = client.clock.sleep  # type: ignore[method-assign]
+    running._run_to_end()
     return running._events.get()
 
 
-@pytest.mark.parametrize("command", [by_create, by_run])
+@pytest.mark.parametrize("command", [by_client, by_fleet, by_run])
 @pytest.mark.parametrize("kind", [AnswerLost, OutcomeUnknown, ImageUnavailable, NodeUnavailable])
 def test_only_a_cut_after_a_while_is_repeated_on_and_on(
     monkeypatch: pytest.MonkeyPatch, kind: type[Unavailable], command: Any
 ) -> None:
     clock = Clock()
-    for module in (create, run):
+    for module in (creates, create, run):
         monkeypatch.setattr(module, "time", clock)
     node = SlowNode(clock, kind)
     outcome = command(node)

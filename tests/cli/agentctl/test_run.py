@@ -4,52 +4,18 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-from aiohttp import web
 
 from agentd.cli.agentctl.run import RUN_LABEL
 from support import fork_server
 from support.daemon import Daemon
-
-PATIENCE = "agentd.cli.agentctl.run.RECONNECT_TIMEOUT_S"
-
-
-class Done(NamedTuple):
-    """The end of a program."""
-
-    status: int
-    stdout: str
-    stderr: str
-
-
-class Agentctl:
-    """`agentctl run` in a process of its own."""
-
-    def __init__(self, folder: Path, *words: str, patience_s: float | None = None) -> None:
-        self._stdout, self._stderr = folder / "stdout", folder / "stderr"
-        arguments = ["--socket", str(folder / "agentd.sock"), "run", "agent-1", *words]
-        deadlines = {} if patience_s is None else {PATIENCE: patience_s}
-        with self._stdout.open("wb") as out, self._stderr.open("wb") as err:
-            files = {"stdout": out.fileno(), "stderr": err.fileno()}
-            self._process = fork_server.spawn(
-                "agentctl", arguments, {}, **files, deadlines=deadlines
-            )
-
-    def send(self, number: int) -> None:
-        self._process.send_signal(number)
-
-    async def done(self) -> Done:
-        try:
-            status = await asyncio.to_thread(self._process.wait, 40)
-        finally:
-            self._process.kill()
-        return Done(status, self._stdout.read_text(), self._stderr.read_text())
+from support.scripted_node import Agentctl, ScriptedNode
 
 
 def run(up: Daemon, *words: str) -> Agentctl:
-    return Agentctl(up.folder, *words)
+    return Agentctl(up.folder, "run", "agent-1", *words)
 
 
 async def ids(up: Daemon) -> list[str]:
@@ -139,75 +105,16 @@ async def test_run_with_an_empty_value_is_refused(up: Daemon, option: str) -> No
     assert await ids(up) == []
 
 
-class ScriptedNode:
-    """A node that answers as a test decides, and lists the calls that change something."""
-
-    def __init__(self) -> None:
-        self.created = asyncio.Event()
-        """A create was received; it is answered once `may_answer` is set."""
-        self.may_answer = asyncio.Event()
-        self.answer: tuple[int, dict[str, Any]] | None = None
-        """Status and content of the answer to a create; None closes the connection."""
-        self.kernel: dict[str, Any] | None = None
-        self.labels: dict[str, str] = {}
-        self.lookups = asyncio.Semaphore(0)
-        self.calls: list[str] = []
-
-    def set_kernel(self, state: str, **members: Any) -> None:
-        """Set the kernel that the create made."""
-        self.kernel = {"labels": self.labels, "state": state, "exit_code": None, **members}
-
-    async def create(self, request: web.Request) -> web.Response:
-        self.calls.append("create")
-        self.labels = (await request.json())["labels"]
-        self.created.set()
-        await self.may_answer.wait()
-        if self.answer is None:
-            assert request.transport is not None
-            request.transport.abort()
-            return web.Response()
-        status, content = self.answer
-        return web.json_response(content, status=status)
-
-    async def show(self, _: web.Request) -> web.Response:
-        self.lookups.release()
-        if self.kernel is None:
-            return web.json_response({"code": "UnknownKernel", "detail": "no"}, status=404)
-        return web.json_response(self.kernel)
-
-    async def log(self, _: web.Request) -> web.Response:
-        return web.Response()
-
-    async def stop(self, _: web.Request) -> web.Response:
-        self.calls.append("stop")
-        self.set_kernel("terminated", exit_code=143)
-        return web.json_response(self.kernel)
-
-    async def delete(self, _: web.Request) -> web.Response:
-        self.calls.append("delete")
-        self.kernel = None
-        return web.Response(status=204)
-
-
 @pytest.fixture
 async def node(folder: Path) -> AsyncIterator[ScriptedNode]:
-    made, app = ScriptedNode(), web.Application()
-    app.router.add_post("/v1/agents/agent-1/kernels", made.create)
-    app.router.add_get("/v1/kernels/k1", made.show)
-    app.router.add_post("/v1/kernels/k1/stop", made.stop)
-    app.router.add_delete("/v1/kernels/k1", made.delete)
-    app.router.add_get("/v1/kernels/k1/logs", made.log)
-    runner = web.AppRunner(app, shutdown_timeout=0)
-    await runner.setup()
-    await web.UnixSite(runner, str(folder / "agentd.sock")).start()
-    yield made
-    made.may_answer.set()
-    await runner.cleanup()
+    made = ScriptedNode()
+    async with made.serving(folder):
+        yield made
 
 
 async def created(node: ScriptedNode, folder: Path, *words: str, **how: float) -> Agentctl:
     """Begin a run of k1, and wait until the node has its create."""
-    running = Agentctl(folder, "--id", "k1", *words, "--", "true", **how)
+    running = Agentctl(folder, "run", "agent-1", "--id", "k1", *words, "--", "true", **how)
     async with asyncio.timeout(20):
         await node.created.wait()
     return running
@@ -239,7 +146,7 @@ async def test_signal_stops_a_kernel_whose_answer_was_lost(
     node.set_kernel("running")
     node.may_answer.set()
     assert await running.done() == (143, "", "")
-    assert node.calls == ["create", "stop"]
+    assert node.calls == ["create", "stop", "read"]
 
 
 async def test_signal_before_any_outcome_creates_nothing_more(
@@ -281,16 +188,16 @@ async def test_create_is_not_repeated_before_its_time(node: ScriptedNode, folder
 
 
 async def test_long_create_is_repeated_after_a_restart(node: ScriptedNode, folder: Path) -> None:
-    running = await created(node, folder, "--rm", patience_s=0.5)
-    await asyncio.sleep(1)  # longer than a create is repeated
+    running = await created(node, folder, "--rm", patience_s=4.0)
+    await asyncio.sleep(5)  # longer than a create is repeated
     node.created.clear()
     node.may_answer.set()
     async with asyncio.timeout(20):
         await node.created.wait()
-    node.set_kernel("terminated", exit_code=0)
+    node.end(0)
     node.answer = 200, node.kernel or {}
     assert await running.done() == (0, "", "")
-    assert node.calls == ["create"] * node.calls.count("create") + ["delete"]
+    assert node.calls == ["create"] * node.calls.count("create") + ["read", "delete"]
     assert node.calls.count("create") > 1
 
 

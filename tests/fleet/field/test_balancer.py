@@ -6,14 +6,15 @@ import socket
 import struct
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
-from agentd.cli.agentctl import create
+from agentd.cli.agentctl import create, main
 from agentd.cli.agentctl.main import agentctl
-from agentd.client import AsyncClient
+from agentd.client import AsyncClient, Client, creates
 from agentd.errors import AnswerLost, Unavailable, Unreachable
 
 CUT, RESET = "cut", "reset"
@@ -69,8 +70,9 @@ class Balancer:
 def _soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Give up sooner than people do."""
     monkeypatch.setattr(create, "RECONNECT_TIMEOUT_S", 1.0)
-    monkeypatch.setattr(create, "_POLL_S", 0.02)
-    monkeypatch.setattr(Unavailable, "retry_after_s", 0)
+    monkeypatch.setattr(creates, "RETRY_S", 0.02)
+    monkeypatch.setattr(main, "Client", partial(Client, timeout_s=1.0))
+    monkeypatch.setattr(Unavailable, "retry_after_s", 0.02)
     return
 
 
@@ -107,7 +109,8 @@ async def test_create_that_stays_cut_names_its_kernel(kind: str) -> None:
         done = await created(kind, balancer.url)
         told = await created(kind, balancer.url, "-o", "json", "--id", "k1")
     assert (done.exit_code, len(balancer.ids) > 2) == (1, True), done.output
-    assert f"kernel {balancer.ids[0]} may exist: repeat the command with --id" in done.output
+    assert f"kernel {balancer.ids[0]} may exist\n" in done.output
+    assert f"agentctl inspect {balancer.ids[0]}" in done.output
     content = json.loads(told.output)
     assert (told.exit_code, content["code"], content["kernel_id"]) == (1, "Unreachable", "k1")
 

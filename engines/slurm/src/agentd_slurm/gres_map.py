@@ -95,7 +95,7 @@ def _parse_entry(key: str, value: object) -> tuple[int, GresDevice]:
 
 def map_path() -> Path:
     """Return the path of the map file."""
-    return Path(os.environ.get(MAP_VARIABLE, DEFAULT_MAP))
+    return Path(os.environ.get(MAP_VARIABLE) or DEFAULT_MAP)
 
 
 def read_map(path: Path) -> GresMap:

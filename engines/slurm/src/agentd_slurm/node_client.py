@@ -27,7 +27,7 @@ SOCKET_VARIABLE = "AGENTD_SOCKET"
 
 def socket_path() -> str:
     """Return the path of agentd's socket."""
-    return os.environ.get(SOCKET_VARIABLE, DEFAULT_SOCKET)
+    return os.environ.get(SOCKET_VARIABLE) or DEFAULT_SOCKET
 
 
 class NodeClient:

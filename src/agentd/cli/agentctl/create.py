@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any, TypeVar
 
@@ -31,19 +29,17 @@ from agentd.cli.agentctl.options import (
     tmpfs,
     ulimits,
 )
-from agentd.cli.output import client_command, is_table, print_answer, print_data
+from agentd.cli.output import client_command, is_table, print_answer, print_data, print_text
 from agentd.client import Client
-from agentd.errors import (
-    AgentdError,
-    AnswerLost,
-    InsufficientResource,
-    OutcomeUnknown,
-    Unavailable,
-)
+from agentd.client.creates import CreateAttempts, kernel_request
+from agentd.client.defaults import CREATE_TIMEOUT_S
+from agentd.concurrency import start_call
+from agentd.errors import AgentdError, InsufficientResource, Unavailable
+from agentd.program.command_line import Signalled
 
 _POLL_S = 0.25
-RECONNECT_TIMEOUT_S, HELD_S = 15.0, 5.0
-"""Seconds that a create is repeated, after an attempt whose connection was cut sooner."""
+RECONNECT_TIMEOUT_S = 15.0
+"""Seconds that a create is repeated whose answer is lost."""
 _F = TypeVar("_F", bound=Callable[..., Any])
 _T = TypeVar("_T")
 
@@ -192,50 +188,46 @@ def with_progress(
     body: Mapping[str, Any],
     create: Callable[[Mapping[str, Any]], Mapping[str, Any]],
 ) -> Mapping[str, Any]:
-    """Create a kernel; show its state and its pull on a terminal meanwhile."""
-    named = {"kernel_id": f"k-{uuid.uuid4().hex[:12]}", **body}
-    repeat = partial(create_repeatedly, partial(create, named), time.sleep, named["kernel_id"])
-    if not sys.stderr.isatty():
-        return repeat()
-    with ThreadPoolExecutor(1) as pool:
-        creating = pool.submit(repeat)
-        if not wait([creating], _POLL_S).done:
+    """Create a kernel; show its state and its pull on a terminal meanwhile.
+
+    A signal ends the wait at once and names the kernel: its create goes on.
+    """
+    named = kernel_request(body)
+    try:
+        creating = start_call("the create", partial(create, named))
+        if sys.stderr.isatty() and not wait([creating], _POLL_S).done:
             _show_pull(client, named["kernel_id"], creating)
         return creating.result()
+    except Signalled:
+        name = named["kernel_id"]
+        text = f"kernel {name} may be created all the same: agentctl rm {name}"
+        print_text(f"agentctl: interrupted; {text}", err=True)
+        raise
 
 
 def create_repeatedly(
-    create: Callable[[], _T], pause: Callable[[float], object], kernel_id: str = ""
+    create: Callable[[], _T],
+    kernel_id: str,
+    *,
+    pause: Callable[[float], object] = time.sleep,
+    retry_s: float = 0.0,
 ) -> _T:
-    """Create a kernel; repeat a request whose answer is lost, or that is refused for the moment.
-
-    With a `kernel_id`, the error names it, and nothing is repeated unless it may exist.
+    """Create a kernel as `Client.create_kernel` does, with a call that is sent once.
 
     Raises:
         AgentdError: it was refused, was never sent, or its outcome stayed unknown.
     """
-    deadline = math.inf
-    while True:
-        began = time.monotonic()
-        try:
-            return create()
-        except Unavailable as error:
-            is_first, now = deadline == math.inf, time.monotonic()
-            if kernel_id and is_first and not isinstance(error, (AnswerLost, OutcomeUnknown)):
-                raise
-            end = now + RECONNECT_TIMEOUT_S
-            is_cut = isinstance(error, AnswerLost) and now - began > HELD_S
-            deadline = end if is_cut else min(deadline, end)  # a balancer cuts the next one, too
-            pause_s = error.retry_after_s if error.content else 0
-            if now + pause_s > deadline:
-                if kernel_id:
-                    remedy = f"repeat the command with --id {kernel_id}"
-                    text = f"{error}; kernel {kernel_id} may exist: {remedy}"
-                    error.args = (text,)
-                    error.content = {**error.content, "detail": text, "kernel_id": kernel_id}
-                raise
+    attempts = CreateAttempts(
+        kernel_id, timeout_s=CREATE_TIMEOUT_S, retry_s=retry_s, lost_s=RECONNECT_TIMEOUT_S
+    )
+    with attempts.named_errors():
+        while True:
+            attempts.next_timeout_s()
+            try:
+                return create()
+            except Unavailable as error:
+                pause_s = attempts.pause_s(error)
             pause(pause_s)
-        time.sleep(_POLL_S)
 
 
 def _show_pull(client: Client, kernel_id: str, creating: Future[Any]) -> None:
@@ -244,14 +236,17 @@ def _show_pull(client: Client, kernel_id: str, creating: Future[Any]) -> None:
     from agentd.cli.tables import console
 
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn()
-    with Progress(*columns, console=console(is_error=True), transient=True) as progress:
-        bar = progress.add_task("creating", total=None)
-        while not wait([creating], _POLL_S).done:
-            try:
-                kernel = client.kernel(kernel_id)
-            except AgentdError:
-                continue
-            pull = kernel["pull"] or {"current": 0, "total": None}
-            progress.update(
-                bar, description=kernel["state"], completed=pull["current"], total=pull["total"]
-            )
+    screen = console(is_error=True)
+    try:
+        with Progress(*columns, console=screen, transient=True) as progress:
+            bar = progress.add_task("creating", total=None)
+            while not wait([creating], _POLL_S).done:
+                try:
+                    kernel = client.kernel(kernel_id)
+                except AgentdError:
+                    continue
+                pull = kernel["pull"] or {"current": 0, "total": None}
+                current, total = pull["current"], pull["total"]
+                progress.update(bar, description=kernel["state"], completed=current, total=total)
+    finally:
+        screen.show_cursor()  # a signal may come before the bar would show it again

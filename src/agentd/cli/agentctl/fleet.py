@@ -6,12 +6,14 @@ import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from copy import copy
+from functools import partial
 from typing import Any
 
 import click
 
 from agentd.cli.agentctl.create import (
     async_option,
+    create_repeatedly,
     given_devices,
     kernel_body,
     kernel_options,
@@ -233,7 +235,10 @@ def create(client: Client, /, **options: Any) -> None:
         )
         return client.execute(call, timeout_s=CREATE_TIMEOUT_S)
 
-    content = create_placed(body) if is_dry else with_progress(client, body, create_placed)
+    def create_once_placed(body: Mapping[str, Any]) -> dict[str, Any]:
+        return create_repeatedly(partial(create_placed, body), body["kernel_id"])
+
+    content = create_placed(body) if is_dry else with_progress(client, body, create_once_placed)
     if not is_dry:
         print_answer(content, _KERNEL_COLUMNS, _fleet_kernel_row, wide=WIDE_KERNEL_COLUMNS)
     elif not print_data(content, given_devices(content)):

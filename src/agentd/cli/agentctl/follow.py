@@ -7,22 +7,41 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import click
 
 from agentd.cli.agentctl import completion
-from agentd.cli.agentctl.options import KERNEL_COLUMNS, for_each, kernel_row, remove_each
+from agentd.cli.agentctl.options import (
+    KERNEL_COLUMNS,
+    RpcProblem,
+    for_each,
+    kernel_row,
+    print_outage,
+    remove_each,
+)
 from agentd.cli.option_types import moment, seconds_from
 from agentd.cli.output import CommandError, client_command, print_answer, print_text
 from agentd.client import Client
-from agentd.errors import AgentdError, RuntimeUnavailable, UnknownKernel
+from agentd.client.calls import Call
+from agentd.client.defaults import TIMEOUT_S
+from agentd.client.following import Outages
+from agentd.client.paths import api_path
+from agentd.errors import AgentdError, Unavailable, UnknownKernel, Unreachable
 from agentd.program.exit_status import ExitStatus
+from agentd.program.standard_streams import write_output
 from agentd.views import KernelView
 
 _POLL_S = 0.2
-_Lines: TypeAlias = "queue.SimpleQueue[bytes | AgentdError | None]"
+MIN_TIMEOUT_S = 1.0
+"""Seconds that a call may take, whatever is left of `--timeout`."""
+MAX_LINE = 64 << 20
+"""Bytes of a line that several logs are printed with; a longer one is cut."""
+MAX_QUEUED = 16
+"""Parts of logs that are read before the earlier ones are printed."""
+_Output: TypeAlias = "queue.Queue[bytes | BaseException | None]"
 STARTING_STATES = ("preparing", "pulling", "creating")
 ENDED_STATES = ("terminated", "failed", "lost")
 
@@ -47,63 +66,94 @@ ENDED_STATES = ("terminated", "failed", "lost")
 def logs(client: Client, /, kernels: Sequence[str], **options: Any) -> None:
     """Print the output of kernels.
 
-    With several kernels, each line begins with the kernel's id.
+    With several kernels, each line begins with the kernel's id. With --follow, an agentd that
+    restarts is waited for. Output that the node does not keep any more is named on standard error.
 
-    Exit status: 0 the logs are complete, 1 one was refused or cut off.
+    Exit status: 0 the logs are complete, 1 one was refused, cut off or has lost output.
 
     \b
     agentctl logs -f train-1
     agentctl logs --tail 20 train-1 train-2
     """
     query = {name: value for name, value in options.items() if value or value == 0}
-    is_one = len(kernels) == 1
-    chunks = client.logs(kernels[0], **query) if is_one else _merge_logs(client, kernels, query)
-    for chunk in chunks:
-        sys.stdout.buffer.write(chunk)
-        sys.stdout.buffer.flush()
+    readers = [PrintedLog(partial(client.logs, kernel, **query), kernel) for kernel in kernels]
+    if len(readers) == 1:
+        for chunk in readers[0].chunks():
+            write_output(chunk)
+    else:
+        print_merged(readers)
+    sys.exit(any(reader.is_incomplete for reader in readers))
 
 
-def _merge_logs(client: Client, kernels: Sequence[str], query: dict[str, Any]) -> Iterator[bytes]:
-    """Yield the lines of several logs as they arrive, each after its kernel's id.
+class PrintedLog:
+    """One log; what is missing of it is printed as an error."""
 
-    Raises:
-        AgentdError: a log cannot be read; the first such error, after all logs ended.
-    """
-    lines: _Lines = queue.SimpleQueue()
-    width = max(map(len, kernels))
-    for kernel in kernels:
-        prefix = f"{kernel:{width}} | ".encode()
-        chunks = client.logs(kernel, **query)
-        threading.Thread(target=_queue_lines, args=(chunks, prefix, lines), daemon=True).start()
-    first_error: AgentdError | None = None
-    open_logs = len(kernels)
+    def __init__(self, read: Callable[..., Iterator[bytes]], kernel: str) -> None:
+        self.kernel = kernel
+        self.is_incomplete = False
+        self._read = read
+
+    def chunks(self) -> Iterator[bytes]:
+        """Yield the log as it arrives.
+
+        Raises:
+            AgentdError: it cannot be read.
+        """
+        return self._read(on_outage=print_outage, on_dropped=self._on_dropped)
+
+    def _on_dropped(self, begin: int, end: int) -> None:
+        self.is_incomplete = True
+        text = f"lost {end - begin} bytes of the output of {self.kernel}, from byte {begin} on"
+        print_text(f"agentctl: {text}", err=True)
+
+    def queue_lines(self, prefix: bytes, output: _Output) -> None:
+        """Queue the lines of the log, each after a prefix, and at the end None or an error.
+
+        An error of this log alone is printed. A line above `MAX_LINE` is cut into several.
+        """
+        end: BaseException | None = None
+        line: list[bytes] = []
+        length = 0
+        try:
+            for chunk in self.chunks():
+                head, newline, rest = chunk.rpartition(b"\n")
+                if newline:
+                    text = b"".join([*line, head])
+                    output.put(prefix + text.replace(b"\n", b"\n" + prefix) + b"\n")
+                    line, length = [], 0
+                line.append(rest)
+                length += len(rest)
+                if length > MAX_LINE:
+                    output.put(prefix + b"".join(line) + b"\n")
+                    line, length = [], 0
+        except Unreachable as error:
+            end = error
+        except AgentdError as error:
+            self.is_incomplete = True
+            RpcProblem.of(error).show()
+        except BaseException as error:  # noqa: BLE001 - the printing thread raises it
+            end = error
+        if length:
+            output.put(prefix + b"".join(line) + b"\n")
+        output.put(end)
+
+
+def print_merged(readers: Sequence[PrintedLog]) -> None:
+    """Print the lines of several logs as they arrive, each after its kernel's id."""
+    output: _Output = queue.Queue(MAX_QUEUED)
+    width = max(len(reader.kernel) for reader in readers)
+    for reader in readers:
+        arguments = f"{reader.kernel:{width}} | ".encode(), output
+        threading.Thread(target=reader.queue_lines, args=arguments, daemon=True).start()
+    open_logs = len(readers)
     while open_logs:
-        item = lines.get()
+        item = output.get()
         if isinstance(item, bytes):
-            yield item
-        else:
+            write_output(item)
+        elif item is None:
             open_logs -= 1
-            first_error = first_error or item
-    if first_error is not None:
-        raise first_error
-
-
-def _queue_lines(chunks: Iterator[bytes], prefix: bytes, lines: _Lines) -> None:
-    """Queue the lines of one log, and at its end None or the error."""
-    partial_line = b""
-    outcome: AgentdError | None = RuntimeUnavailable("a log was not read to its end")
-    try:
-        for chunk in chunks:
-            *complete_lines, partial_line = (partial_line + chunk).split(b"\n")
-            for line in complete_lines:
-                lines.put(prefix + line + b"\n")
-        outcome = None
-    except AgentdError as error:
-        outcome = error
-    finally:
-        if partial_line:
-            lines.put(prefix + partial_line + b"\n")
-        lines.put(outcome)
+        else:
+            raise item
 
 
 @click.command()
@@ -121,7 +171,7 @@ def _queue_lines(chunks: Iterator[bytes], prefix: bytes, lines: _Lines) -> None:
 def wait(client: Client, kernels: Sequence[str], target: str, timeout: float | None) -> None:
     """Wait until kernels reach a state.
 
-    Prints each kernel that reached it.
+    Prints each kernel that reached it. An agentd that restarts is waited for.
 
     Exit status: 0 all reached it, 1 one never will, 3 timed out.
 
@@ -131,34 +181,47 @@ def wait(client: Client, kernels: Sequence[str], target: str, timeout: float | N
     """
     deadline = math.inf if timeout is None else time.monotonic() + timeout
     pending, failed = dict.fromkeys(kernels), False
+    outages = Outages(print_outage)
+    pause_s = _POLL_S
 
     def check(kernel: str) -> None:
-        if _has_reached(client, kernel, target):
+        nonlocal pause_s
+        try:
+            has_reached = _has_reached(client, kernel, target, deadline)
+        except Unavailable as error:
+            pause_s = outages.pause_s(error)
+            return
+        outages.on_answer()
+        if has_reached:
             del pending[kernel]
             print_text(kernel)
 
     while pending:
+        pause_s = _POLL_S
         for kernel in tuple(pending):
             if for_each([kernel], check):
+                outages.on_answer()
                 del pending[kernel]
                 failed = True
         if pending and time.monotonic() > deadline:
             print_text(f"agentctl: not {target}: {', '.join(pending)}", err=True)
             sys.exit(ExitStatus.TIMED_OUT)
         if pending:
-            time.sleep(_POLL_S)
+            time.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
     sys.exit(failed)
 
 
-def _has_reached(client: Client, kernel: str, target: str) -> bool:
+def _has_reached(client: Client, kernel: str, target: str, deadline: float) -> bool:
     """Return whether a kernel has the wanted state.
 
     Raises:
         AgentdError: the kernel is unknown or the daemon is unreachable.
         CommandError: the kernel can no longer reach the state.
     """
+    call: Call[KernelView] = Call("GET", api_path("kernels", kernel))
+    timeout_s = max(MIN_TIMEOUT_S, deadline - time.monotonic())
     try:
-        state = client.kernel(kernel)["state"]
+        state = client.execute(call, timeout_s=min(timeout_s, TIMEOUT_S))["state"]
     except UnknownKernel:
         if target == "removed":
             return True

@@ -6,7 +6,6 @@ Standard output has the answer and nothing else; errors and progress go to stand
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,6 +42,7 @@ from agentd.cli.agentctl.options import (
     for_each,
     kernel_row,
     pairs,
+    print_outage,
     quiet_option,
     suggesting_agents,
     suggestion,
@@ -303,23 +303,35 @@ def signal_kernel(client: Client, kernel: str, signal: str) -> None:
 
 
 @agentctl.command()
+@click.option("--after", metavar="ID", help="Begin after the event with this id.")
 @client_command
-def events(client: Client) -> None:
+def events(client: Client, after: str | None) -> None:
     """Print events of the node as they occur.
 
     Each line has the local time, the event, its agent, state, exit code and caller. "-o json"
-    prints one object per line, and "-o yaml" one document per event.
+    prints one object per line, and "-o yaml" one document per event: their "id" is the ID of
+    "--after". An agentd that restarts is waited for. An event "reset" says that events were missed.
+
+    Exit status: 1 refused or unreachable, 130 Ctrl-C.
     """
-    for event in client.events():
-        content = {"event": event.kind, "data": event.data}
+    for event in client.events(after=after, on_outage=print_outage):
         if is_data():
-            form = output_format()
+            head = {"id": event.id, "at": event.at or None, "event": event.kind}
+            content, form = {**head, "data": event.data}, output_format()
             lead = "---\n" if form == "yaml" else ""
             click.echo(lead + encode(content, form, indent=None))
         elif output_format() == "name":
             print_text(event_subject(event.data))
         else:
-            print_text(f"{time.strftime('%H:%M:%S')} {event_line(event.kind, event.data)}")
+            print_text(f"{_local_time(event.at)} {event_line(event.kind, event.data)}")
+
+
+def _local_time(text: str) -> str:
+    """Return an RFC 3339 time as one of the caller's day; the present without one."""
+    from datetime import UTC, datetime
+
+    at = datetime.fromisoformat(text) if text else datetime.now(UTC)
+    return at.astimezone().strftime("%H:%M:%S")
 
 
 @agentctl.command()

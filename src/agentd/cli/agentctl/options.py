@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import signal
 import sys
 import tomllib
@@ -31,7 +32,13 @@ from agentd.cli.output import (
 from agentd.client import Client
 from agentd.client.defaults import DEFAULT_SOCKET, TIMEOUT_S
 from agentd.core.names import did_you_mean
-from agentd.errors import AgentdError, UnknownAgent, Unreachable, UnsupportedResource
+from agentd.errors import (
+    AgentdError,
+    Unavailable,
+    UnknownAgent,
+    Unreachable,
+    UnsupportedResource,
+)
 from agentd.host.systemd.availability import is_booted
 from agentd.program.command_line import Program
 from agentd.program.standard_streams import OutputFailed
@@ -71,10 +78,18 @@ class RpcProblem(CommandError):
             super().show(file)
 
 
+def print_outage(error: AgentdError) -> None:
+    """Print that a follower waits for an answer; once for each outage."""
+    fact = " ".join(f"{error.code}: {error}".split())
+    print_text(f"agentctl: {fact}; trying again until it answers", err=True)
+
+
 def _remedies(error: AgentdError) -> Iterator[str]:
     """Yield one line for each thing that may help."""
     if isinstance(error, Unreachable) and is_booted():
         yield from IF_UNREACHABLE
+    if isinstance(error, Unavailable) and (kernel_id := error.content.get("kernel_id")):
+        yield f"see whether it exists: agentctl inspect {kernel_id}"
     if isinstance(error, UnsupportedResource):
         for slot in getattr(error, "slots", ()):
             yield from suggestion(str(slot), map(str, getattr(error, "known", ())))
@@ -173,7 +188,7 @@ def pairs(values: Sequence[str]) -> dict[str, str]:
     pairs = {}
     for value in values:
         name, found, rest = value.partition("=")
-        if not found:
+        if not name or not found:
             raise click.UsageError(f"invalid value {value!r}: expected NAME=VALUE")
         if name in pairs:
             raise click.UsageError(f"duplicate name {name}")
@@ -231,56 +246,55 @@ def given_members(options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+_MOUNT = re.compile(r"([^:]+):([^:]+)(?::(ro|rw))?")
+_PORT = re.compile(r"(?:([0-9]{1,5}):)?([0-9]{1,5})(?:/([A-Za-z]+))?")
+_TMPFS = re.compile(r"([^:]+)(?::([^:]+))?")
+_ULIMIT = re.compile(r"(-?[0-9]{1,19})(?::(-?[0-9]{1,19}))?")
+
+
+def _match(form: re.Pattern[str], value: str, expected: str, whole: str = "") -> Sequence[str]:
+    """Return the parts of a value; those that it does not have are empty.
+
+    Raises:
+        UsageError: the value has another form; a part before or after a colon may not be empty.
+    """
+    match = form.fullmatch(value)
+    if match is None:
+        raise click.UsageError(f"invalid value {(whole or value)!r}: expected {expected}")
+    return match.groups("")
+
+
 def mounts(values: Sequence[str]) -> list[dict[str, Any]]:
     """Read SOURCE:TARGET[:ro|:rw]."""
-    mounts = []
-    for value in values:
-        source, _, rest = value.partition(":")
-        target, _, mode = rest.partition(":")
-        if not target or mode not in ("", "ro", "rw"):
-            raise click.UsageError(f"invalid mount {value!r}: expected SOURCE:TARGET[:ro|:rw]")
-        mounts.append({"source": source, "target": target, "read_only": mode != "rw"})
-    return mounts
+    parts = [_match(_MOUNT, value, "SOURCE:TARGET[:ro|:rw]") for value in values]
+    return [{"source": s, "target": t, "read_only": mode != "rw"} for s, t, mode in parts]
 
 
 def ports(values: Sequence[str]) -> list[dict[str, Any]]:
     """Read [HOST:]CONTAINER[/udp]."""
-    ports = []
-    for value in values:
-        address, _, protocol = value.partition("/")
-        host, _, container = address.rpartition(":")
-        try:
-            port: dict[str, Any] = {"container": int(container), "protocol": protocol or "tcp"}
-            if host:
-                port["host"] = int(host)
-        except ValueError:
-            raise click.UsageError(
-                f"invalid port {value!r}: expected [HOST:]CONTAINER[/udp]"
-            ) from None
-        ports.append(port)
-    return ports
+    parts = [_match(_PORT, value, "[HOST:]CONTAINER[/udp]") for value in values]
+    return [
+        {
+            "container": int(container),
+            "protocol": protocol or "tcp",
+            **({"host": int(host)} if host else {}),
+        }
+        for host, container, protocol in parts
+    ]
 
 
 def tmpfs(values: Sequence[str]) -> list[dict[str, Any]]:
     """Read TARGET[:SIZE]."""
-    folders = []
-    for value in values:
-        target, _, size = value.partition(":")
-        folders.append({"target": target, **({"size": size} if size else {})})
-    return folders
+    parts = [_match(_TMPFS, value, "TARGET[:SIZE]") for value in values]
+    return [{"target": target, **({"size": size} if size else {})} for target, size in parts]
 
 
 def ulimits(values: Sequence[str]) -> dict[str, Any]:
     """Read NAME=SOFT[:HARD]."""
     limits: dict[str, Any] = {}
     for name, value in pairs(values).items():
-        soft, _, hard = value.partition(":")
-        try:
-            limits[name] = {"soft": int(soft), "hard": int(hard or soft)}
-        except ValueError:
-            raise click.UsageError(
-                f"invalid ulimit {name}={value}: expected NAME=SOFT[:HARD]"
-            ) from None
+        soft, hard = _match(_ULIMIT, value, "NAME=SOFT[:HARD]", f"{name}={value}")
+        limits[name] = {"soft": int(soft), "hard": int(hard or soft)}
     return limits
 
 

@@ -1,18 +1,29 @@
-"""The command `agentctl run`: one kernel as if it were a command of the caller's shell."""
+"""The command `agentctl run`: one kernel as if it were a command of the caller's shell.
+
+The main thread takes signals and waits for events, nothing else: calls and writes, which may not
+return, have threads of their own. So a signal has its effect at any time, and the third one that
+asks for an end ends the program whatever is in progress.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import math
 import os
 import queue
+import select
 import signal
+import stat
 import sys
+import termios
 import threading
 import time
-import uuid
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from typing import Any, BinaryIO, TypeAlias
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from functools import partial
+from typing import Any, NoReturn, TypeAlias
 
 import click
 
@@ -27,8 +38,13 @@ from agentd.cli.agentctl.create import (
 )
 from agentd.cli.agentctl.follow import ENDED_STATES, STARTING_STATES
 from agentd.cli.agentctl.options import CommandLine, RpcProblem, member_option, suggesting_agents
-from agentd.cli.output import os_error_text, print_text
 from agentd.client import Client
+from agentd.client.calls import Call
+from agentd.client.creates import kernel_request
+from agentd.client.defaults import CREATE_TIMEOUT_S
+from agentd.client.paths import api_path
+from agentd.concurrency import start_call
+from agentd.core.printable import printable
 from agentd.errors import (
     AgentdError,
     CommandNotFound,
@@ -39,13 +55,19 @@ from agentd.errors import (
     Unreachable,
 )
 from agentd.program.exit_status import SIGNALLED, ExitStatus
+from agentd.program.standard_streams import OutputFailed
 from agentd.views import KernelView
 
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-PAUSE_S = 0.2
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that ask for an end: the first is passed on, the second kills, the third leaves."""
+FORWARDED = (*ENDING, signal.SIGUSR1, signal.SIGUSR2)
+MAX_ENDING = 2
+PAUSE_S, WATCH_S = 0.2, 2.0
+HANGUP_TIMEOUT_S = 1.0
+"""Seconds between the loss of a terminal and the HUP that tells of it."""
 RUN_LABEL = "agentctl.run"
-"""Label with a random number for each run, so that no other run's create is the same request."""
-_Event: TypeAlias = "signal.Signals | KernelView | AgentdError"
+"""Label with the attempt of a run: a kernel without it is another's, whatever its id is."""
+_Event: TypeAlias = "signal.Signals | KernelView | BaseException"
 
 
 @click.command(cls=CommandLine)
@@ -57,36 +79,62 @@ _Event: TypeAlias = "signal.Signals | KernelView | AgentdError"
 def run(client: Client, /, agent: str, removes: bool, **options: Any) -> None:
     """Run a kernel and wait for its end.
 
-    Options end at the first word of COMMAND. Prints the kernel's output as it appears. INT, TERM
-    and HUP stop the kernel; a second signal kills it. A restart of the daemon affects neither. Only
-    the kernel of this run is stopped or deleted; its label "agentctl.run" identifies it. With
-    --dry-run, prints the decision and runs nothing.
+    Options end at the first word of COMMAND. Prints the kernel's output as it appears. The kernel
+    has no standard input: one that has data is refused. A restart of the daemon does not affect the
+    kernel. Only the kernel of this run is stopped or deleted; its label "agentctl.run" identifies
+    it. With --dry-run, prints the decision and runs nothing.
+
+    INT, HUP, QUIT, USR1 and USR2 are passed on to the kernel's first process, TERM stops the
+    kernel. A second signal, but for USR1 and USR2, kills it. A third one ends agentctl at once. A
+    signal that was ignored at the start, as by nohup, stays ignored.
 
     Exit status: the kernel's; 125 it was not created or was lost, 126 the command cannot be
-    executed, 127 the command does not exist. With --dry-run: 0 it would be created, 1 it would not.
+    executed, 127 the command does not exist, 74 the output cannot be written and the kernel runs
+    on, 141 the reader of the output left and the kernel was stopped. With --dry-run: 0 it would be
+    created, 1 it would not.
 
     \b
     agentctl run agent-1 -s cuda.device=1 --rm -- nvidia-smi
     agentctl run agent-1 --claim slurm-17 --rm -- ./train
     """
-    body = {"kernel_id": f"k-{uuid.uuid4().hex[:12]}", "labels": {}, **kernel_body(options)}
+    if stdin_has_data():
+        raise click.UsageError("a kernel has no standard input: add < /dev/null, or mount a file")
+    attempt = os.urandom(8).hex()
+    body = kernel_request({"attempt": attempt, "labels": {}, **kernel_body(options)})
     if RUN_LABEL in body["labels"]:
         raise click.UsageError(f"duplicate name {RUN_LABEL}")
-    body["labels"][RUN_LABEL] = os.urandom(8).hex()
+    body["labels"][RUN_LABEL] = attempt
     if "claim" in body:
         body["keep_claim"] = True
+    if removes:
+        body["remove"] = True
     if options["dry_run"]:
         with explaining_refusal(), suggesting_agents(client, agent):
             print_decision(client.explain(agent, body))
         return
-    sys.exit(Run(client, agent, body).until_end(removes=removes))
+    sys.exit(Run(client, agent, body).until_end())
+
+
+def stdin_has_data() -> bool:
+    """Return whether a file, pipe or socket on standard input has bytes; a terminal never has."""
+    try:
+        descriptor = sys.stdin.fileno()
+        status = os.fstat(descriptor)
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY:
+            return False
+        if stat.S_ISREG(status.st_mode):
+            return os.lseek(descriptor, 0, os.SEEK_CUR) < status.st_size
+        is_stream = stat.S_ISFIFO(status.st_mode) or stat.S_ISSOCK(status.st_mode)
+        return is_stream and any(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))
+    except (OSError, ValueError):  # closed
+        return False
 
 
 class Run:
     """One kernel, from its create to its end.
 
-    Threads create it, follow it and stop it, so that a signal is taken at any time. A kernel is
-    stopped or deleted only after an answer with this run's label: its id may be another's.
+    A kernel is stopped or deleted only after an answer with this run's label: its id may be
+    another's. Its end is read after its output: a node deletes a kernel of `--rm` after that.
     """
 
     def __init__(self, client: Client, agent: str, body: Mapping[str, Any]) -> None:
@@ -97,20 +145,18 @@ class Run:
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._is_created: bool | None = None
         """None until the outcome of the create is known."""
-        self._signalled = threading.Event()
+        self._is_printed = False
+        self._ending_count = 0
+        self._signalled, self._hung_up = threading.Event(), threading.Event()
+        self._unsent: set[tuple[signal.Signals, bool]] = set()
+        self._forwards: list[Future[None]] = []
 
-    def until_end(self, *, removes: bool) -> int:
+    def until_end(self) -> int:
         """Run the kernel, and return the exit status."""
         for number in FORWARDED:
-            signal.signal(number, lambda number, _: self._events.put(signal.Signals(number)))
-        self._start(self._create_and_follow)
-        try:
-            return self._status()
-        finally:
-            if removes and self._is_created is not None:
-                self._remove()
-
-    def _status(self) -> int:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._on_signal)
+        self._start("the kernel", self._run_to_end)
         signals: list[signal.Signals] = []
         deadline = math.inf
         while True:
@@ -122,154 +168,289 @@ class Run:
                 if self._is_created is not None:
                     continue
                 event = Unreachable("its create was not answered")
-            match event:
-                case signal.Signals() as number:
-                    self._signalled.set()
-                    deadline = min(deadline, time.monotonic() + RECONNECT_TIMEOUT_S)
-                    signals.append(number)
-                    self._start(self._forward, 0.0 if len(signals) > 1 else None)
-                case AgentdError() as error:
-                    is_gone = isinstance(error, UnknownKernel) or not self._is_created
-                    if signals and is_gone:  # the signal cancelled its create
-                        if isinstance(error, Unavailable):
-                            print_text(
-                                f"agentctl: kernel {self._kernel_id} may exist: {error}", err=True
-                            )
-                        return SIGNALLED + signals[0]
-                    RpcProblem.of(error).show()
-                    return _status_of(error)
-                case kernel:
-                    if kernel["exit_code"] is None:
-                        print_text(
-                            f"agentctl: kernel {self._kernel_id} is {kernel['state']}", err=True
-                        )
-                        return ExitStatus.CLIENT_FAILED
-                    return kernel["exit_code"]
+            if not isinstance(event, signal.Signals):
+                return self._status(event, signals)
+            if event not in (signal.SIGUSR1, signal.SIGUSR2):
+                deadline = min(deadline, time.monotonic() + RECONNECT_TIMEOUT_S)
+                signals.append(event)
+                self._signalled.set()
+            if event == signal.SIGHUP:
+                self._hung_up.set()
+            self._forward(event, kills=len(signals) > 1)
 
-    def _start(self, act: Callable[..., None], *arguments: Any) -> threading.Thread:
-        thread = threading.Thread(target=act, args=arguments, daemon=True)
-        thread.start()
-        return thread
+    def _status(self, event: KernelView | BaseException, signals: list[signal.Signals]) -> int:
+        """Return the exit status for the end of this run."""
+        if isinstance(event, OSError):
+            wait(self._forwards, RECONNECT_TIMEOUT_S)
+            self._tell(f"{event}; {self._hint}")
+            is_output = isinstance(event, OutputFailed)
+            return ExitStatus.OUTPUT_FAILED if is_output else ExitStatus.CLIENT_FAILED
+        if isinstance(event, AgentdError):
+            is_gone = isinstance(event, UnknownKernel) or not self._is_created
+            if not (signals and is_gone):
+                remedies = [self._hint] if self._is_created and not is_gone else []
+                RpcProblem.of(event, remedies).show()
+                return _status_of(event)
+            if isinstance(event, Unavailable):  # a signal cancelled its create
+                self._tell(f"kernel {self._kernel_id} may exist: {event}")
+            return SIGNALLED + signals[0]
+        if isinstance(event, BaseException):
+            raise event
+        if signal.SIGPIPE in signals:
+            return SIGNALLED + signal.SIGPIPE
+        if event["exit_code"] is None:
+            self._tell(f"kernel {self._kernel_id} is {event['state']}")
+            return ExitStatus.CLIENT_FAILED
+        return event["exit_code"]
 
-    def _create_and_follow(self) -> None:
-        event: _Event
+    @property
+    def _hint(self) -> str:
+        name = self._kernel_id
+        words = ", ".join(f"agentctl {command} {name}" for command in ("logs", "wait", "stop"))
+        return f"kernel {name} may run: {words}"
+
+    def _on_signal(self, number: int, _: object) -> None:
+        self._ending_count += number in ENDING
+        if self._ending_count > MAX_ENDING and number in ENDING:
+            self._leave(number)
+        self._events.put(signal.Signals(number))
+
+    def _leave(self, number: int) -> NoReturn:
+        """End at once; the line is lost if its reader takes nothing."""
+        with contextlib.suppress(OSError):
+            if select.select([], [sys.stderr.fileno()], [], 0)[1]:
+                self._tell(self._hint)
+        os._exit(SIGNALLED + number)
+
+    def _tell(self, text: str) -> None:
+        """Print a line to standard error, from any thread."""
+        with contextlib.suppress(OSError):
+            os.write(sys.stderr.fileno(), f"agentctl: {printable(text)}\n".encode())
+
+    def _start(self, subject: str, function: Callable[[], None]) -> Future[None]:
+        """Start a thread; an exception ends the run."""
+
+        def call() -> None:
+            try:
+                function()
+            except BaseException as error:
+                self._events.put(error)
+                raise
+
+        return start_call(subject, call)
+
+    def _run_to_end(self) -> None:
+        """Create the kernel, print its output, read its end, and remove it."""
         try:
-            create_repeatedly(self._create, self._signalled.wait)
+            create_repeatedly(
+                self._create, self._kernel_id, pause=self._pause, retry_s=RECONNECT_TIMEOUT_S
+            )
             self._is_created = True
-            streams = [self._start(self._follow, *item) for item in self._outputs().items()]
-            event = self._ended()
-            for stream in streams:
-                stream.join()
+            self._start("the node", self._watch)
+            self._print_output()
+            self._is_printed = True
+            event: _Event = self._read_end()
         except AgentdError as error:
             self._is_created = bool(self._is_created)
             event = error
+        if self._body.get("remove"):
+            self._remove()
         self._events.put(event)
 
-    def _outputs(self) -> Mapping[str, BinaryIO]:
-        """Return where each stream is printed; a runtime that joins the two has one."""
-        apart = {"stdout": sys.stdout.buffer, "stderr": sys.stderr.buffer}
-        while True:
-            try:
-                for _ in self._client.logs(self._kernel_id, tail=0, stream="stdout"):
-                    pass
-            except InvalidRequest:
-                return {"both": sys.stdout.buffer}
-            except Unavailable:
-                time.sleep(PAUSE_S)
-            else:
-                return apart
-
     def _create(self) -> None:
-        """Create the kernel; after a signal, only look for one whose answer was lost.
+        """Create the kernel; after a signal, only wait for one whose answer was lost.
 
         Raises:
             AgentdError: it was refused, or was not answered.
         """
         if not self._signalled.is_set():
-            self._client.create_kernel(self._agent, self._body)
+            path = api_path("agents", self._agent, "kernels")
+            call: Call[KernelView] = Call("POST", path, self._body, is_repeatable=False)
+            self._client.execute(call, timeout_s=CREATE_TIMEOUT_S)
             return
-        while self._own_kernel()["state"] in STARTING_STATES:
+        while (kernel := self._own_kernel()) and kernel["state"] in STARTING_STATES:
+            time.sleep(PAUSE_S)
+        if kernel is None:
+            raise UnknownKernel(f"kernel {self._kernel_id} was not created")
+
+    def _pause(self, seconds: float) -> None:
+        """Wait; a signal that asks for an end cuts it short."""
+        if self._signalled.wait(seconds):
             time.sleep(PAUSE_S)
 
-    def _own_kernel(self) -> KernelView:
-        """Return the kernel that this run created.
+    def _own_kernel(self) -> KernelView | None:
+        """Return the kernel that this run created, from a list: that does not read its end."""
+        label = {RUN_LABEL: self._body["labels"][RUN_LABEL]}
+        return next(iter(self._client.kernels(labels=label)), None)
 
-        Raises:
-            UnknownKernel: it does not exist, or another request created the kernel of this id.
-        """
-        kernel = self._client.kernel(self._kernel_id)
-        if kernel["labels"].get(RUN_LABEL) != self._body["labels"][RUN_LABEL]:
-            raise UnknownKernel(f"another request created kernel {self._kernel_id}")
-        return kernel
-
-    def _ended(self) -> KernelView:
+    def _read_end(self) -> KernelView:
         """Wait for the end of the kernel, also while the daemon is away.
 
         Raises:
             UnknownKernel: it was removed, or replaced by another one.
         """
         while True:
-            with suppress(Unavailable):
-                kernel = self._own_kernel()
+            with contextlib.suppress(Unavailable):
+                kernel = self._client.kernel(self._kernel_id)
+                if kernel["labels"].get(RUN_LABEL) != self._body["labels"][RUN_LABEL]:
+                    raise UnknownKernel(f"another request created kernel {self._kernel_id}")
                 if kernel["state"] in ENDED_STATES:
                     return kernel
             time.sleep(PAUSE_S)
 
-    def _follow(self, stream: str, output: BinaryIO) -> None:
-        """Print one stream to its end; after a lost connection, what was not printed yet."""
-        printed = 0
-        while True:
-            skipped = 0
-            try:
-                for chunk in self._client.logs(self._kernel_id, follow=True, stream=stream):
-                    rest = chunk[max(0, printed - skipped) :]
-                    skipped += len(chunk)
-                    printed += len(rest)
-                    output.write(rest)
-                    output.flush()
-                if self._own_kernel()["state"] in ENDED_STATES:
-                    return
-            except Unavailable:
-                pass
-            except AgentdError:
-                return
-            except OSError as error:
-                print_text(f"agentctl: {os_error_text(error)}", err=True)
-                return
-            time.sleep(PAUSE_S)
+    def _watch(self) -> None:
+        """Report outages, and check that the kernel is there: its log is followed by its id.
 
-    def _forward(self, timeout: float | None) -> None:
-        """Stop the kernel, or cancel its create; one that is not there yet is waited for."""
+        Raises:
+            UnknownKernel: it was removed, or replaced by another one.
+        """
+        is_told = False
         while True:
             try:
-                if self._own_kernel()["state"] in STARTING_STATES:
-                    self._client.delete_kernel(self._kernel_id, timeout)
-                else:
-                    self._client.stop_kernel(self._kernel_id, timeout)
+                if self._own_kernel() is None and not self._is_printed:
+                    raise UnknownKernel(f"kernel {self._kernel_id} was removed")
+                is_told = False
+            except Unavailable as error:
+                if not is_told:
+                    self._tell(f"waiting for the node: {error}")
+                is_told = True
+            time.sleep(WATCH_S)
+
+    def _print_output(self) -> None:
+        """Print the kernel's output to its end; one that cannot be read leaves the kernel.
+
+        Raises:
+            UnknownKernel: the kernel is gone.
+            OutputFailed: the output cannot be printed.
+        """
+        streams = {"stdout": sys.stdout.fileno(), "stderr": sys.stderr.fileno()}
+        if not self._has_streams():  # the runtime joins the two
+            streams = {"both": sys.stdout.fileno()}
+        follows = [
+            start_call("the output", partial(self._follow, *item)) for item in streams.items()
+        ]
+        for follow in wait(follows, return_when=FIRST_EXCEPTION).done:
+            try:
+                follow.result()
             except UnknownKernel:
-                if self._is_created is not None:
-                    return
-            except (KernelConflict, Unavailable):  # it started meanwhile, or the daemon is away
-                pass
-            except AgentdError:
-                return
+                raise
+            except AgentdError as error:
+                name = f"the output of kernel {self._kernel_id} cannot be read"
+                self._tell(f"{name}: {error.code}: {error}")
+
+    def _has_streams(self) -> bool:
+        while True:
+            try:
+                for _ in self._client.logs(self._kernel_id, tail=0, stream="stdout"):
+                    pass
+            except InvalidRequest:
+                return False
+            except Unavailable:
+                time.sleep(PAUSE_S)
             else:
-                return
+                return True
+
+    def _follow(self, stream: str, descriptor: int) -> None:
+        """Print one stream to its end, or until its reader leaves, which stops the kernel."""
+        chunks = partial(
+            self._client.logs,
+            self._kernel_id,
+            follow=True,
+            stream=stream,
+            on_dropped=lambda begin, end: self._tell(
+                f"bytes {begin} to {end} of {stream} of kernel {self._kernel_id} were dropped"
+            ),
+        )
+        is_begun = False
+        while True:
+            try:
+                for chunk in chunks():
+                    is_begun = True
+                    write_all(descriptor, chunk)
+            except Unavailable:
+                if is_begun:
+                    raise
+                time.sleep(PAUSE_S)
+            except BrokenPipeError:
+                return self._events.put(signal.SIGPIPE)
+            except OSError as error:
+                if error.errno == errno.EIO and self._hung_up.wait(HANGUP_TIMEOUT_S):
+                    return None  # the terminal is gone, and its HUP is passed on
+                raise OutputFailed(error) from None
+            else:
+                return None
+
+    def _forward(self, number: signal.Signals, *, kills: bool) -> None:
+        """Pass a signal on, unless the same one is not sent yet."""
+        kind = number, kills
+        if kind not in self._unsent:
+            self._unsent.add(kind)
+            unfinished = [forward for forward in self._forwards if not forward.done()]
+            self._forwards = [*unfinished, self._start(number.name, partial(self._pass_on, *kind))]
+
+    def _pass_on(self, number: signal.Signals, kills: bool) -> None:
+        """Pass a signal on to the kernel; one that asks for an end cancels its create.
+
+        A kernel that is not there yet is waited for, and so is a daemon.
+        """
+        ends = number not in (signal.SIGUSR1, signal.SIGUSR2)
+        while True:
+            self._unsent.add((number, kills))
+            with contextlib.suppress(UnknownKernel, Unavailable):
+                kernel = self._own_kernel()
+                is_starting = kernel is not None and kernel["state"] in STARTING_STATES
+                if kernel is None and self._is_created is not None:
+                    break
+                try:
+                    if is_starting and ends:  # its create may be repeated: wait for the outcome
+                        self._client.delete_kernel(self._kernel_id, 0.0 if kills else None)
+                    elif kernel is not None and not is_starting:
+                        self._unsent.discard((number, kills))
+                        self._send(number, kills=kills)
+                        break
+                except KernelConflict:  # it started or ended meanwhile
+                    if not is_starting:
+                        break
+                except (UnknownKernel, Unavailable):
+                    raise
+                except AgentdError as error:
+                    name = f"{number.name} was not passed on to kernel {self._kernel_id}"
+                    self._tell(f"{name}: {error.code}: {error}")
+                    break
             time.sleep(PAUSE_S)
+        self._unsent.discard((number, kills))
+
+    def _send(self, number: signal.Signals, *, kills: bool) -> None:
+        if kills or number in (signal.SIGTERM, signal.SIGPIPE):
+            self._client.stop_kernel(self._kernel_id, 0.0 if kills else None)
+        else:
+            self._client.signal_kernel(self._kernel_id, number.name.removeprefix("SIG"))
 
     def _remove(self) -> None:
-        end = time.monotonic() + RECONNECT_TIMEOUT_S
-        while time.monotonic() < end:
+        deadline = time.monotonic() + RECONNECT_TIMEOUT_S
+        while time.monotonic() < deadline:
             try:
-                self._own_kernel()
-                self._client.delete_kernel(self._kernel_id, 0.0)
+                if self._own_kernel() is not None:
+                    self._client.delete_kernel(self._kernel_id, 0.0)
             except (KernelConflict, Unavailable):  # of an unresolved create, or a daemon away
                 time.sleep(PAUSE_S)
             except AgentdError:
                 return
             else:
                 return
-        print_text(f"agentctl: kernel {self._kernel_id} was not removed", err=True)
+        self._tell(f"kernel {self._kernel_id} was not removed")
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    """Write data past the buffers, whose locks an end of the program would wait for.
+
+    A descriptor that another process made non-blocking is waited for.
+    """
+    while data:
+        try:
+            data = data[os.write(descriptor, data) :]
+        except BlockingIOError:
+            select.select([], [descriptor], [])
 
 
 def _status_of(error: AgentdError) -> int:

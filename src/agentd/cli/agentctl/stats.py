@@ -5,18 +5,22 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, TypeVar
 
 import click
 
 from agentd.cli.agentctl import completion
 from agentd.cli.agentctl.follow import ENDED_STATES
+from agentd.cli.agentctl.options import print_outage
 from agentd.cli.option_types import seconds_from
 from agentd.cli.output import client_command, is_table, print_answer
 from agentd.client import Client
+from agentd.client.following import Outages
+from agentd.errors import Unavailable
 from agentd.views import DeviceUseView, KernelUseView
 
+_T = TypeVar("_T")
 COLUMNS = [
     *("kernel", "agent", "cpu", "cpu_seconds", "memory", "peak", "limit", "read", "written"),
 ]
@@ -122,7 +126,11 @@ def watch_options(command: Callable[..., None]) -> Callable[..., None]:
 @watch_options
 @click.pass_obj
 def top(client: Client, agent: str | None, interval: float, count: int | None) -> None:
-    """Show current usage, the busiest first."""
+    """Show current usage, the busiest first.
+
+    Prints one table after another if the output is not a terminal. An agentd that restarts is
+    waited for.
+    """
     print_live_usage(client.stats, agent, interval, count)
 
 
@@ -138,13 +146,14 @@ def print_live_usage(
     from agentd.cli.tables import build_table, console
 
     before: dict[str, KernelUseView] | None = None
-    screen = console()
+    screen, outages = console(), Outages(print_outage)
     updates = itertools.count() if count is None else range(count + 1)  # a rate takes two looks
-    with suppress(KeyboardInterrupt), Live(console=screen, auto_refresh=False) as live:
+    live = Live(console=screen, auto_refresh=False) if screen.is_terminal else None
+    with live or nullcontext():
         for number in updates:
             if number:
                 time.sleep(interval)
-            now = _by_kernel(read_usage())
+            now = _by_kernel(_read_repeatedly(read_usage, outages))
             if before is not None:
                 rows = [
                     _usage_row(before.get(name), row)
@@ -152,8 +161,22 @@ def print_live_usage(
                     if agent in (None, row["agent_id"])
                 ]
                 rows.sort(key=lambda row: -(row["load"] or 0))
-                live.update(build_table(rows, TOP, screen.width), refresh=True)
+                table = build_table(rows, TOP, screen.width)
+                live.update(table, refresh=True) if live else screen.print(table)
             before = now
+
+
+def _read_repeatedly(read: Callable[[], _T], outages: Outages) -> _T:
+    """Return an answer; wait for a daemon that was there before."""
+    while True:
+        try:
+            answer = read()
+        except Unavailable as error:
+            pause_s = outages.pause_s(error)
+        else:
+            outages.on_answer()
+            return answer
+        time.sleep(pause_s)
 
 
 def _rate(before: KernelUseView | None, now: KernelUseView, member: str) -> float | None:

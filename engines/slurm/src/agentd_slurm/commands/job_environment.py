@@ -48,7 +48,7 @@ class JobEnvironment(NamedTuple):
         if not node:
             raise InvalidEnvironment("SLURMD_NODENAME is not set: expected to be run by slurmd")
         user = environ.get("SLURM_JOB_USER") or environ.get("SLURM_JOB_UID") or "unknown"
-        mark = Path(environ.get(RUN_VARIABLE, RUN_FOLDER)) / job_id
+        mark = Path(environ.get(RUN_VARIABLE) or RUN_FOLDER) / job_id
         return cls(int(job_id), node, user, environ.get("SLURM_JOB_GPUS", ""), mark)
 
     def leave_mark(self) -> None:

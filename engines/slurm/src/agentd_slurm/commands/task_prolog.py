@@ -49,7 +49,7 @@ def run_task_prolog(environ: Mapping[str, str]) -> int:
     try:
         gres_map = read_map(map_path())
         _print(f"export AGENTD_AGENT={gres_map.agent}")
-        socket = environ.get(USERS_SOCKET_VARIABLE, USERS_SOCKET)
+        socket = environ.get(USERS_SOCKET_VARIABLE) or USERS_SOCKET
         if os.access(socket, os.R_OK | os.W_OK):
             node = NodeClient(socket)
             claims = node.claims_of(int(job_id))
