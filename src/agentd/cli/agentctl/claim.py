@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,8 @@ from agentd.program.process import python_command
 
 _SCOPE = "AGENTCTL_SCOPE"
 """Names the scope of systemd that this process was moved into; not passed on."""
+IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
+"""Signals that Python ignores from its start; the command, which would inherit that, needs them."""
 CLAIM_COLUMNS = ["claim", "agent", "state", "slots", "devices", "holder", "age"]
 
 
@@ -80,6 +83,8 @@ def claim(
 
 
 def _execute(command: Sequence[str], env: Mapping[str, str]) -> None:
+    for number in IGNORED_BY_PYTHON:
+        signal.signal(number, signal.SIG_DFL)
     try:
         os.execvpe(command[0], list(command), env)  # noqa: S606 - the caller's own command
     except (OSError, ValueError) as error:
