@@ -16,7 +16,7 @@ from aiohttp import web
 
 from agentd.client import AsyncClient, Client, NodeEvent
 from agentd.client.calls import Call
-from agentd.client.errors import cut_log_error, error_from_problem, error_from_response
+from agentd.client.errors import cut_stream_error, error_from_problem, error_from_response
 from agentd.client.paths import api_path, next_query
 from agentd.errors import (
     AgentdError,
@@ -370,7 +370,7 @@ def test_every_code_of_the_daemon_is_an_error_of_the_client(code: str) -> None:
     assert error.content["code"] == code
     facts = error.facts()
     if isinstance(error, Unavailable):
-        cut = cut_log_error("k1", error)
+        cut = cut_stream_error("the log of k1", error)
         assert (cut.code, cut.facts()) == (code, facts)
         assert str(cut) == "the log of k1 was cut off before its end: why"
 

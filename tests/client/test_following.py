@@ -229,7 +229,10 @@ async def test_unfollowed_log_is_given_up_without_progress(
     assert 78 <= len(node.answers) <= 82, "the timeout is 20 s, and each attempt takes one"
 
 
-async def test_daemon_that_is_away_is_told_once(tmp_path: Path, kind: str) -> None:
+async def test_daemon_that_is_away_is_told_once(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(following, "RETRY_S", 0.05)
     path, node, reading = tmp_path / "socket", Node([Sent(9)]), Reading()
     async with served(path, node.answer):
         following_log = asyncio.create_task(reading.read(kind, path, follow=True))

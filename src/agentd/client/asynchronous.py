@@ -256,7 +256,7 @@ class AsyncClient(StreamCalls):
                     while chunk := await answer.read():
                         for event in log.parse(chunk):
                             yield event
-                raise Unreachable(f"{self._address}: the event stream ended")
+                raise Unreachable(f"{self._address}: agentd closed it")
             except Unavailable as error:
                 pause_s = log.pause_s(error)
             await self._sleep(pause_s)

@@ -252,7 +252,7 @@ class Client(BlockingTransport):
                     while chunk := answer.read():
                         for event in log.parse(chunk):
                             yield event
-                raise Unreachable(f"{self._address}: the event stream ended")
+                raise Unreachable(f"{self._address}: agentd closed it")
             except Unavailable as error:
                 pause_s = log.pause_s(error)
             self._sleep(pause_s)

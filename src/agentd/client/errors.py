@@ -122,14 +122,14 @@ def unreachable_error(address: str, error: Exception, *, is_sent: bool = False) 
 
 def broken_stream_error(address: str, error: Exception) -> Unavailable:
     """Return the error of a stream that broke."""
-    if reason := getattr(error, "strerror", getattr(error.__cause__, "strerror", None)):
+    if reason := getattr(error, "strerror", None):
         return AnswerLost(f"{address}: {reason}")
     return RuntimeUnavailable("agentd, its runtime or a proxy closed it")
 
 
-def cut_log_error(kernel_id: str, error: Unavailable) -> Unavailable:
-    """Return the error of a log that broke, after the reason: its end, or the next attempt's."""
-    text = f"the log of {kernel_id} was cut off before its end: {error}"
+def cut_stream_error(subject: str, error: Unavailable) -> Unavailable:
+    """Return the error of a stream that broke, after the reason: its end, or the next attempt's."""
+    text = f"{subject} was cut off before its end: {error}"
     error.args, error.content = (text,), {**error.content, "detail": text}
     return error
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 from agentd.client.calls import Call, events_call, logs_call
-from agentd.client.errors import cut_log_error
+from agentd.client.errors import cut_stream_error
 from agentd.client.events import EventParser, NodeEvent
 from agentd.errors import AnswerLost, OutputDropped, RuntimeUnavailable, Unavailable, UnknownKernel
 
@@ -94,7 +94,7 @@ class LogFollower:
         """
         is_resumed, expected = self._outages.has_answer, self._position
         if is_resumed and self._break is not None:
-            self._outages.pause_s(cut_log_error(self._kernel_id, self._break))
+            self._outages.pause_s(self._cut_error(self._break))
         self._break, self._is_open, self._has_progress = None, True, False
         self._outages.on_answer()
         is_number = re.fullmatch("[0-9]{1,19}", header or "")
@@ -126,14 +126,17 @@ class LogFollower:
         if self._outages.has_answer:
             is_late = time.monotonic() + RETRY_S > self._progress_at + self._timeout_s
             if self._position is None or (is_late and not self._query["follow"]):
-                raise cut_log_error(self._kernel_id, error)
+                raise self._cut_error(error)
             is_closed = self._is_open and not isinstance(error, AnswerLost)
             self._is_open = False
             if is_closed:
                 self._break = error
                 return 0.0 if self._has_progress else RETRY_S
-            error, self._break = cut_log_error(self._kernel_id, error), None
+            error, self._break = self._cut_error(error), None
         return self._outages.pause_s(error)
+
+    def _cut_error(self, error: Unavailable) -> Unavailable:
+        return cut_stream_error(f"the log of {self._kernel_id}", error)
 
 
 class EventFollower:
@@ -172,4 +175,6 @@ class EventFollower:
         Raises:
             Unavailable: it is the first answer that is missing.
         """
+        if self._outages.has_answer:
+            error = cut_stream_error("the event stream", error)
         return self._outages.pause_s(error)
