@@ -245,7 +245,7 @@ async def test_exec_works_from_the_command_line(daemon, client) -> None:
     )
     assert (done.returncode, done.stdout, done.stderr) == (4, b"in", b"e\n")
     missing = await asyncio.to_thread(run, "k1", "--", "no-such-program")
-    assert missing.returncode == 1
+    assert missing.returncode == 127
     assert b"CommandNotFound" in missing.stderr
     seen = await asyncio.to_thread(on_a_terminal, [*command, "-it", "k1", "--", "sh"])
     assert b"I am here" in seen

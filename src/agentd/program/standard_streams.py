@@ -11,7 +11,7 @@ import io
 import os
 import select
 import sys
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -93,10 +93,10 @@ def write_output(data: bytes, *, err: bool = False) -> None:
     """
     stream = sys.stderr if err else sys.stdout
     stream.flush()
-    buffer: BinaryIO = stream.buffer
-    buffer.write(data)
-    buffer.flush()
-    failure: OutputFailed | None = getattr(getattr(buffer, "raw", None), "failure", None)
+    raw = getattr(stream.buffer, "raw", stream.buffer)  # a blocked write holds no lock of a buffer
+    while data:
+        data = data[raw.write(data) :]
+    failure: OutputFailed | None = getattr(raw, "failure", None)
     if failure is not None:
         raise failure
 

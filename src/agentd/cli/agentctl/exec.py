@@ -5,20 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
+import select
 import signal
 import sys
 import termios
-import threading
 import tty
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from agentd.cli.agentctl import completion
 from agentd.cli.agentctl.options import CommandLine, pairs
+from agentd.cli.output import CommandError
 from agentd.client import Client
 from agentd.client.calls import Call
 from agentd.client.defaults import CHUNK
@@ -26,19 +27,24 @@ from agentd.client.paths import api_path
 from agentd.concurrency import start_call
 from agentd.core.kernel.exec_spec import STDERR
 from agentd.errors import AgentdError, Unreachable
-from agentd.program.exit_status import ExitStatus
+from agentd.program.command_line import MAX_SIGNALS, Signalled
+from agentd.program.exit_status import SIGNALLED
+from agentd.program.standard_streams import write_output
 
 if TYPE_CHECKING:
     from agentd.client.asynchronous import AsyncClient
     from agentd.client.exec import Execution
 
-FORWARDED_SIGNALS = ("INT", "TERM", "QUIT", "USR1", "USR2")
-ENDING_SIGNALS = ("INT", "TERM", "QUIT")
+_T = TypeVar("_T")
+FORWARDED_SIGNALS = ("HUP", "INT", "TERM", "QUIT", "USR1", "USR2")
+ENDING_SIGNALS = ("HUP", "INT", "TERM", "QUIT")
 RESPONSE_TIMEOUT_S = 5.0
 """Seconds without a sign of life of the daemon, after one of these, that end the exec."""
+WINDOW_CHANGE = "WINCH"
+STDIN, STDOUT, STDERR_OF_CALLER = 0, 1, 2
 
 
-@click.command("exec", cls=CommandLine)
+@click.command("exec", cls=CommandLine, stands_in=True)
 @click.argument("kernel", shell_complete=completion.kernels)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.option("--interactive", "-i", is_flag=True, help="Forward standard input.")
@@ -59,19 +65,18 @@ def exec_in_kernel(
     """Run a command in a kernel.
 
     The command has the namespaces, limits and devices of the kernel. Options end at its first word.
+    HUP, INT, TERM, QUIT, USR1 and USR2 are sent on to it, unless the caller ignores them. The third
+    of the first four ends agentctl at once. The command ends with agentctl.
 
-    Exit status: the command's; 130 if agentctl was interrupted.
+    Exit status: the command's; 125 agentctl itself failed, 126 the command cannot be executed, 127
+    it does not exist; 128 plus the number of a signal that ended agentctl.
 
     \b
-    agentctl exec train-1 -- nvidia-smi
-    agentctl exec -it train-1 -- bash
+    agentctl exec train-1 nvidia-smi -L
+    agentctl exec -it train-1 bash
     """
     options = {"tty": is_terminal, "env": pairs(env), "working_dir": workdir, "node": node}
-    try:
-        running = _run_exec(client.asynchronous(), kernel, command, interactive, options)
-        sys.exit(asyncio.run(running))
-    except (asyncio.CancelledError, KeyboardInterrupt):
-        sys.exit(ExitStatus.INTERRUPTED)
+    sys.exit(asyncio.run(_run_exec(client.asynchronous(), kernel, command, interactive, options)))
 
 
 async def _run_exec(
@@ -83,102 +88,152 @@ async def _run_exec(
 ) -> int:
     is_terminal = options["tty"]
     async with client, client.exec(kernel, command, **options) as running:
-        is_raw = is_terminal and is_interactive and sys.stdin.isatty()
-        with _raw_mode() if is_raw else contextlib.nullcontext():
-            exec_task = asyncio.current_task()
-            assert exec_task is not None  # noqa: S101 - it is one
+        terminal = CallerTerminal()
+        with terminal, _received_signals(terminal, has_size=is_terminal) as names:
+            if is_terminal and is_interactive and os.isatty(STDIN):
+                terminal.make_raw()
             is_served = partial(_is_served, client, kernel, running)
-            signals = _forward_signals(running, exec_task, is_served, is_terminal=is_terminal)
-            tasks = [asyncio.create_task(signals)]
-            if is_interactive:
-                tasks.append(asyncio.create_task(_forward_input(running)))
-            else:
-                await running.close_input()
-            try:
-                async for stream, data in running:
-                    output = sys.stderr if stream == STDERR else sys.stdout
-                    write = start_call("the output", partial(_write_all, output.fileno(), data))
-                    await asyncio.wrap_future(write)
-            finally:
-                for task in tasks:
-                    task.cancel()
+            signals = _forward_signals(running, names, is_served)
+            await _print_output_beside(running, signals, _forward_input(running, is_interactive))
     return running.exit_code or 0
 
 
-def _write_all(descriptor: int, data: bytes) -> None:
-    """Write output in a thread that no end waits for: its reader may never come."""
-    while data:
-        data = data[os.write(descriptor, data) :]
+async def _print_output_beside(running: Execution, *works: Coroutine[Any, Any, None]) -> None:
+    """Print the output to its end, beside other work, whose errors end it.
+
+    Raises:
+        BaseException: the first error of all of them.
+    """
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work) for work in works]
+            async for stream, data in running:
+                await _call("the output", partial(write_output, data, err=stream == STDERR))
+            for task in tasks:
+                task.cancel()
+    except BaseExceptionGroup as errors:
+        error: BaseException = errors
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from None
+
+
+class CallerTerminal:
+    """The terminal of the caller, which has its own mode again at the end."""
+
+    def __init__(self) -> None:
+        self._attributes: list[Any] | None = None
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
+
+    def make_raw(self) -> None:
+        """Switch to raw mode; input that was typed ahead stays."""
+        try:
+            self._attributes = termios.tcgetattr(STDIN)
+            tty.setraw(STDIN, termios.TCSANOW)
+        except termios.error as error:
+            raise CommandError(f"the terminal cannot be used: {error.args[-1]}") from None
+
+    def restore(self) -> None:
+        """Restore the mode, without waiting for a terminal that takes no output."""
+        if self._attributes is not None:
+            with contextlib.suppress(termios.error):
+                termios.tcsetattr(STDIN, termios.TCSANOW, self._attributes)
 
 
 @contextlib.contextmanager
-def _raw_mode() -> Iterator[None]:
-    """Switch the caller's terminal to raw mode."""
-    attributes = termios.tcgetattr(sys.stdin)
-    tty.setraw(sys.stdin, termios.TCSADRAIN)  # keeps input typed ahead
+def _received_signals(terminal: CallerTerminal, *, has_size: bool) -> Iterator[asyncio.Queue[str]]:
+    """Queue the names of signals for the command; the last one ends this process at once.
+
+    A signal that the caller ignores stays ignored.
+    """
+    loop, names = asyncio.get_running_loop(), asyncio.Queue[str]()
+    remaining = MAX_SIGNALS
+
+    def on_signal(number: int, _: FrameType | None) -> None:
+        nonlocal remaining
+        name = signal.Signals(number).name.removeprefix("SIG")
+        remaining -= name in ENDING_SIGNALS
+        if not remaining:
+            terminal.restore()
+            os._exit(SIGNALLED + number)
+        loop.call_soon_threadsafe(names.put_nowait, name)
+
+    if has_size:
+        names.put_nowait(WINDOW_CHANGE)
+    forwarded = [*FORWARDED_SIGNALS, *([WINDOW_CHANGE] if has_size else [])]
+    numbers = [signal.Signals[f"SIG{name}"] for name in forwarded]
+    before = {n: h for n in numbers if (h := signal.getsignal(n)) is not signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, on_signal)
     try:
-        yield
+        yield names
     finally:
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, attributes)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-async def _forward_input(running: Execution) -> None:
-    """Forward standard input."""
-    loop = asyncio.get_running_loop()
-    chunks: asyncio.Queue[bytes] = asyncio.Queue(maxsize=4)
+def _call(subject: str, function: Callable[[], _T]) -> asyncio.Future[_T]:
+    """Call a function in a thread that no end waits for: a key or a reader may never come."""
+    return asyncio.wrap_future(start_call(subject, function))
 
-    def read() -> None:
-        """Read in a thread, which works for a terminal, a pipe and a file alike."""
-        while True:
-            chunk = os.read(sys.stdin.fileno(), CHUNK)
-            asyncio.run_coroutine_threadsafe(chunks.put(chunk), loop).result()
-            if not chunk:
-                return
 
-    threading.Thread(target=read, daemon=True).start()  # not joined: a key may never come
-    while chunk := await chunks.get():
-        await running.write(chunk)
-    await running.close_input()
+async def _forward_input(running: Execution, is_interactive: bool) -> None:
+    """Forward standard input to its end."""
+    with contextlib.suppress(ConnectionError):  # the output tells the end of the command
+        while is_interactive and (chunk := await _call("the input", _read_input)):
+            await running.write(chunk)
+        await running.close_input()
+
+
+def _read_input() -> bytes:
+    """Read some bytes, also if another program made the shared pipe or terminal non-blocking."""
+    while True:
+        try:
+            return os.read(STDIN, CHUNK)
+        except BlockingIOError:
+            poll = select.poll()
+            poll.register(STDIN, select.POLLIN)
+            poll.poll()
+        except OSError as error:
+            raise CommandError(f"the input cannot be read: {error.strerror}") from None
 
 
 async def _forward_signals(
-    running: Execution,
-    exec_task: asyncio.Task[int],
-    is_served: Callable[[], Awaitable[bool]],
-    *,
-    is_terminal: bool,
+    running: Execution, names: asyncio.Queue[str], is_served: Callable[[], Awaitable[bool]]
 ) -> None:
-    """Forward the terminal's size and signals.
+    """Forward signals, and the size of the terminal.
 
-    A second one that cannot be sent, or a daemon that does not answer one, ends the exec.
+    Raises:
+        Signalled: the daemon did not answer one that ends.
     """
-    loop, names = asyncio.get_running_loop(), asyncio.Queue[str]()
-
-    def on_signal(name: str) -> None:
-        if name in ENDING_SIGNALS and not names.empty():  # an earlier signal is not sent yet
-            exec_task.cancel()
-        names.put_nowait(name)
-
-    for name in ("WINCH", *FORWARDED_SIGNALS):
-        loop.add_signal_handler(signal.Signals[f"SIG{name}"], on_signal, name)
-    names.put_nowait("WINCH")
     async with asyncio.TaskGroup() as checks:
         while True:
             name = await names.get()
-            if name != "WINCH":
-                await running.send_signal(name)
-                if name in ENDING_SIGNALS:
-                    checks.create_task(_cancel_unless(is_served, exec_task))
-            elif is_terminal and sys.stdout.isatty():
-                size = shutil.get_terminal_size()
-                await running.resize(size.columns, size.lines)
+            if name in ENDING_SIGNALS:
+                checks.create_task(_check_served(is_served, signal.Signals[f"SIG{name}"]))
+            with contextlib.suppress(ConnectionError):
+                if name != WINDOW_CHANGE:
+                    await running.send_signal(name)
+                elif (size := _terminal_size()) is not None:
+                    await running.resize(*size)
 
 
-async def _cancel_unless(
-    is_served: Callable[[], Awaitable[bool]], exec_task: asyncio.Task[int]
-) -> None:
+async def _check_served(is_served: Callable[[], Awaitable[bool]], number: int) -> None:
     if not await is_served():
-        exec_task.cancel()
+        raise Signalled(number)
+
+
+def _terminal_size() -> tuple[int, int] | None:
+    """Return the columns and rows of the caller's terminal, if it has a size."""
+    for descriptor in (STDOUT, STDIN, STDERR_OF_CALLER):
+        with contextlib.suppress(OSError):
+            size = os.get_terminal_size(descriptor)
+            return (size.columns, size.lines) if all(size) else None
+    return None
 
 
 async def _is_served(client: AsyncClient, kernel: str, running: Execution) -> bool:

@@ -26,6 +26,7 @@ from agentd.cli.agentctl.options import (
     KERNEL_COLUMNS,
     WIDE_KERNEL_COLUMNS,
     CommandLine,
+    RpcGroup,
     alias_of,
     device_row,
     kernel_row,
@@ -40,7 +41,6 @@ from agentd.client.calls import Call
 from agentd.client.defaults import CREATE_TIMEOUT_S
 from agentd.client.paths import api_path
 from agentd.errors import AgentdError
-from agentd.program.parameters import CommandGroup
 from agentd.views import KernelUseView
 
 _KERNEL_COLUMNS = ["kernel", "node", *KERNEL_COLUMNS[1:]]
@@ -49,7 +49,7 @@ _WIDE_NODE_COLUMNS = ["url", "generation", "conflicting", "seen_at", "cordon"]
 _DEFAULTS = {"allocation": {}, "degraded": [], "reason": ""}
 
 
-class FleetGroup(CommandGroup):
+class FleetGroup(RpcGroup):
     """The commands of a fleet; help lists those that a node does not have."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:

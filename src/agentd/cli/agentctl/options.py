@@ -34,6 +34,7 @@ from agentd.client.defaults import DEFAULT_SOCKET, TIMEOUT_S
 from agentd.core.names import did_you_mean
 from agentd.errors import (
     AgentdError,
+    CommandNotFound,
     Unavailable,
     UnknownAgent,
     Unreachable,
@@ -41,6 +42,7 @@ from agentd.errors import (
 )
 from agentd.host.systemd.availability import is_booted
 from agentd.program.command_line import Program
+from agentd.program.exit_status import ExitStatus
 from agentd.program.standard_streams import OutputFailed
 from agentd.tomlfile.regular_files import UnusableFile, read_regular
 
@@ -55,6 +57,11 @@ IF_UNREACHABLE = (
     "see whether the daemon runs: systemctl status agentd.socket agentd.service",
     "start both: systemctl start agentd.socket agentd.service",
 )
+
+_NOT_EXECUTABLE = re.compile(
+    r": (permission denied|exec format error|is a directory)(: unknown)?$", re.IGNORECASE
+)
+"""The end of the reason why a command that exists did not start, of Linux and of engines."""
 
 
 class RpcProblem(CommandError):
@@ -113,6 +120,19 @@ def suggesting_agents(client: Client, agent: str | None) -> Iterator[None]:
         raise RpcProblem.of(error, suggestion(agent or "", known)) from None
 
 
+@contextlib.contextmanager
+def _printable_errors() -> Iterator[None]:
+    """Raise what the daemon or the host refuses as an error to print."""
+    try:
+        yield
+    except AgentdError as error:
+        raise RpcProblem.of(error) from None
+    except OutputFailed:
+        raise
+    except OSError as error:
+        raise CommandError(os_error_text(error)) from None
+
+
 class RpcGroup(Program):
     """A group of commands whose errors are a daemon's."""
 
@@ -120,13 +140,14 @@ class RpcGroup(Program):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
-        except AgentdError as error:
-            raise RpcProblem.of(error) from None
-        except OutputFailed:
-            raise
-        except OSError as error:
-            raise CommandError(os_error_text(error)) from None
+            with _printable_errors():
+                return super().invoke(ctx)
+        except CommandError as error:
+            command = self.get_command(ctx, ctx.invoked_subcommand or "")
+            if not isinstance(command, CommandLine) or not command.stands_in:
+                raise
+            error.show()
+            sys.exit(stand_in_status(error))
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -141,8 +162,13 @@ class CommandLine(click.Command):
     """A command of `agentctl` that ends with another command, which has all further words.
 
     Options are read before and after each argument that comes first, such as AGENT, and end at the
-    first word that is not one.
+    first word that is not one. With `stands_in` its exit status is that of the other command, and
+    its own failures have statuses that few commands use.
     """
+
+    def __init__(self, *args: Any, stands_in: bool = False, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.stands_in = stands_in
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Read the words, with the options between the first arguments moved to the front."""
@@ -157,6 +183,14 @@ class CommandLine(click.Command):
                 return super().parse_args(ctx, [*front, *arguments, *rest])
             arguments, words = [*arguments, *rest[:1]], rest[1:]
         return super().parse_args(ctx, [*front, *arguments, *words])
+
+
+def stand_in_status(error: CommandError) -> ExitStatus:
+    """Return the exit status of an error of `run` and `exec`, which is not the command's."""
+    if not isinstance(error, RpcProblem) or error.content.get("code") != CommandNotFound.code:
+        return ExitStatus.CLIENT_FAILED
+    is_found = _NOT_EXECUTABLE.search(str(error.content.get("detail")))
+    return ExitStatus.NOT_EXECUTABLE if is_found else ExitStatus.NOT_FOUND
 
 
 def alias_of(command: click.Command, name: str) -> click.Command:
