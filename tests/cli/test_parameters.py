@@ -141,7 +141,8 @@ class Recorder:
     def open(self, client: Client, call: Call[Any], timeout_s: float | None = None) -> Response:
         """Answer a call in place of `Client.open`."""
         where = (client._socket_path, client._url, client._token)
-        self.add(*where, call.method, call.path, call.body, call.headers, timeout_s)
+        timeout = None if timeout_s is None else round(timeout_s)
+        self.add(*where, call.method, call.path, call.body, call.headers, timeout)
         fleet = "fleet " if "fleet" in client._socket_path and call.path == "/v1/stats" else ""
         line = f"{fleet}{call.method} {call.path}"
         if call.body and call.path.endswith("/kernels"):
@@ -342,6 +343,7 @@ PAIRS_WITHOUT_EFFECT = {
     ("--role", "--gateway"): "the role of a gateway is admin; any other is refused",
     ("--agent", "--json"): "the node of the test does not have the agent",
     ("--agent", "--files"): "the same",
+    ("--json", "--files"): "the map names no files",
     ("--id", "--scope"): "the command runs again in its scope, with all of its words",
     ("-s", "--scope"): "the same",
     ("--device", "--scope"): "the same",
@@ -484,3 +486,15 @@ def test_variable_has_an_effect_unless_empty(
     effects = effects_of(words)
     assert effects_of(words, {variable: value}) != effects
     assert effects_of(words, {variable: ""}) == effects
+
+
+OF_FLEET = [path for path in COMMANDS if path.startswith("agentctl fleet ")]
+
+
+@pytest.mark.parametrize("path", OF_FLEET)
+def test_command_with_fleet_is_that_of_the_fleet(path: str) -> None:
+    """`agentctl --fleet ADDRESS ls` is `agentctl --fleet ADDRESS fleet ls`."""
+    for parameter in COMMANDS[path].params:
+        words = words_of(path, parameter, changed=True)[2:]
+        program = ("agentctl", "--fleet", "unix:/fleet.sock")
+        assert effects_of((*program, *words)) == effects_of((*program, "fleet", *words))

@@ -118,3 +118,27 @@ def test_command_of_the_caller_has_all_its_words(path: str) -> None:
 
 def test_commands_that_end_with_another_are_known() -> None:
     assert sorted(COMMANDS) == ["claim", "create", "exec", "fleet create", "fleet exec", "run"]
+
+
+@pytest.mark.parametrize(
+    ("line", "completes"),
+    [
+        ("exec -", True),
+        ("exec k1 -", True),
+        ("exec k1 -t -", True),
+        ("exec k1 grep -", False),
+        ("exec k1 -- -", False),
+        ("fleet create grep -", False),
+        ("create a -s x=1 -", True),
+        ("create a train --id -", False),
+        ("--socket /a --url http://n:1 ls -", True),
+        ("--fleet unix:/a drain -", True),
+        ("--url nan ls -", True),
+    ],
+)
+def test_options_are_completed_before_the_command(line: str, completes: bool) -> None:
+    environ = {"_AGENTCTL_COMPLETE": "bash_complete", "COMP_WORDS": f"agentctl {line}"}
+    environ |= {"COMP_CWORD": str(len(line.split()))}
+    done = CliRunner(env=environ).invoke(agentctl, prog_name="agentctl")
+    assert done.exception is None or isinstance(done.exception, SystemExit)
+    assert ("plain,-" in done.output) == completes, done.output

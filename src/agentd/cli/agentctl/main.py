@@ -92,7 +92,7 @@ class NodeOrFleet(RpcGroup):
         if not is_for_fleet(ctx) or cmd_name in AT_A_GATEWAY:
             return of_node
         of_fleet = fleet_group.get_command(ctx, cmd_name)
-        if of_fleet is None and of_node is not None:
+        if of_fleet is None and of_node is not None and not ctx.resilient_parsing:
             raise click.UsageError(
                 f"{cmd_name} is a command for one node, not for a fleet:"
                 " name the node with --socket or --url"

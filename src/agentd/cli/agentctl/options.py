@@ -17,6 +17,7 @@ from typing import Any, NoReturn, TypeVar
 
 import click
 from click.core import ParameterSource
+from click.shell_completion import CompletionItem
 
 from agentd.cli.option_types import UNIX
 from agentd.cli.output import (
@@ -183,6 +184,10 @@ class CommandLine(click.Command):
                 return super().parse_args(ctx, [*front, *arguments, *rest])
             arguments, words = [*arguments, *rest[:1]], rest[1:]
         return super().parse_args(ctx, [*front, *arguments, *words])
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Complete options, but none of the other command."""
+        return [] if ctx.params.get("command") else super().shell_complete(ctx, incomplete)
 
 
 def stand_in_status(error: CommandError) -> ExitStatus:
@@ -464,7 +469,7 @@ def chosen_address(root: click.Context) -> str | None:
     """
     given = [name for name in _ADDRESSES if root.params.get(name)]
     named = [name for name in given if _is_on_command_line(root, name)]
-    if len(named) > 1:
+    if len(named) > 1 and not root.resilient_parsing:
         both = " and ".join(_ADDRESSES[name] for name in named[:2])
         raise click.UsageError(f"{both} exclude each other: name one daemon", root)
     return next(iter(named or given), None)
