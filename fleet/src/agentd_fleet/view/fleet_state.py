@@ -167,7 +167,7 @@ class FleetState:
         )
 
     def is_silent(self, node_id: str) -> bool:
-        """Return whether a node answers nobody, as far as the store and this gateway's calls tell."""
+        """Return whether a node answers nobody, as far as the store and calls from here tell."""
         node = self.node(node_id)
         is_silent = node is not None and node.status in SILENT_STATUSES
         return is_silent and not self.has_answered(node_id)
