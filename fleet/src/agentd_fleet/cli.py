@@ -78,7 +78,10 @@ def join(config_file: str | None) -> None:
 @agentd_fleet.command("join-options", hidden=True)
 @config_option
 def join_options(config_file: str | None) -> None:
-    """Print the settings for a reload of `join`, whose options in force are the input."""
+    """Print the settings for a reload of `join`.
+
+    The input has the options in force.
+    """
     click.echo(_read_join_options(config_file, sys.stdin.buffer.read()))
 
 
