@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import time
 from functools import partial
 
@@ -77,18 +78,30 @@ def join(config_file: str | None) -> None:
 @agentd_fleet.command("join-options", hidden=True)
 @config_option
 def join_options(config_file: str | None) -> None:
-    """Print the settings for a reload of `join`."""
-    click.echo(_read_join_options(config_file, refuses_expired=True))
+    """Print the settings for a reload of `join`, whose options in force are the input."""
+    click.echo(_read_join_options(config_file, sys.stdin.buffer.read()))
 
 
-def _read_join_options(config_file: str | None, *, refuses_expired: bool = False) -> bytes:
-    """Return the settings of a publisher as JSON; end if they are unusable."""
+def _read_join_options(config_file: str | None, in_force: bytes = b"") -> bytes:
+    """Return the settings of a publisher as JSON.
+
+    If any are unusable, those in force stay, with the reason; without options in force it ends.
+    """
     import msgspec
 
     from agentd.http.credentials import expiry_problems, key_pair_weaknesses
-    from agentd_fleet.credentials import etcd_credentials
+    from agentd_fleet.credentials import read_etcd_password, read_tls
     from agentd_fleet.join.options import JoinOptions
-    from agentd_fleet.settings import load
+    from agentd_fleet.settings import FleetSettings, load
+
+    previous = msgspec.json.decode(in_force, type=JoinOptions) if in_force else None
+    refused: dict[str, str] = {}
+
+    def refuse(part: str, error: AgentdError) -> JoinOptions:
+        if previous is None:
+            _end_refused(error)
+        refused[part] = str(error)
+        return previous
 
     try:
         settings = load(config_file)
@@ -97,17 +110,32 @@ def _read_join_options(config_file: str | None, *, refuses_expired: bool = False
             raise ConfigRefused([Problem("fleet.etcd", "missing: expected the addresses of etcd")])
         values = {**fleet.model_dump(mode="json"), **settings.join.model_dump(mode="json")}
         options = msgspec.convert({**values, "config": config_file}, JoinOptions)
-        options = msgspec.structs.replace(
-            options,
-            changed_at=options.read_times(),
-            password=etcd_credentials(fleet).password,
-            weaknesses=tuple(key_pair_weaknesses(fleet.cert, fleet.key)),
-        )
-        if refuses_expired and (expired := expiry_problems("fleet.cert", fleet.cert, fleet.key)):
-            raise ConfigRefused(expired)
     except AgentdError as error:
-        _end_refused(error)
-    return msgspec.json.encode(options)
+        options = refuse("settings", error)
+        values = {name: getattr(options, name, ()) for name in FleetSettings.model_fields}
+        fleet = FleetSettings.model_validate(values, by_name=True)
+    changed_at = options.read_times()
+    login, unread = {"etcd_user": fleet.etcd_user}, []
+    try:
+        login["password"] = read_etcd_password(fleet)
+    except AgentdError as error:
+        old = refuse("password", error)
+        login = {
+            name: getattr(old, name) for name in ("etcd_user", "password", "etcd_password_file")
+        }
+        unread.append(options.etcd_password_file)
+    try:
+        if previous and (expired := expiry_problems("fleet.cert", fleet.cert, fleet.key)):
+            raise ConfigRefused(expired)
+        read_tls(fleet)
+    except AgentdError as error:
+        refuse("tls", error)
+        unread += options.tls_files
+    if previous is not None:  # unread files count as changed, so they are read again
+        changed_at |= {file: previous.changed_at.get(file, -1) for file in unread if file}
+    weaknesses = tuple(key_pair_weaknesses(fleet.cert, fleet.key))
+    values = {**login, "changed_at": changed_at, "refused": refused, "weaknesses": weaknesses}
+    return msgspec.json.encode(msgspec.structs.replace(options, **values))
 
 
 @agentd_fleet.command("check-config")

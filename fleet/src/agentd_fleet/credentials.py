@@ -42,6 +42,8 @@ from agentd_fleet.view.fleet_view import NodeStatus
 
 log = structlog.get_logger()
 T = TypeVar("T")
+_Part = Callable[[], Callable[[], object]]
+"""Reads a part of the credentials, and returns the function that applies it."""
 
 RETRY_S = 10.0
 """Seconds after which files are read again that were missing, or whose credentials are refused."""
@@ -61,18 +63,6 @@ class OwnCredentials(msgspec.Struct, frozen=True):
         return self.node_token, self.etcd.login, self.tls_files
 
 
-def read_own_credentials(settings: FleetFile) -> OwnCredentials:
-    """Read the credentials of a gateway for nodes and etcd.
-
-    Raises:
-        ConfigRefused: one is unusable.
-        StartRefused: one cannot be read for now.
-    """
-    tls, contents = _read_tls(settings.fleet)
-    etcd = etcd_credentials(settings.fleet, tls)
-    return OwnCredentials(_read_node_token(settings), etcd, tls, contents)
-
-
 def _read_node_token(settings: FleetFile) -> str:
     return _read_secret("gateway.node-token-file", settings.gateway.node_token_file)
 
@@ -84,12 +74,22 @@ def etcd_credentials(fleet: FleetSettings, tls: ssl.SSLContext | None = None) ->
         ConfigRefused: the password or a certificate is unusable.
         StartRefused: one cannot be read for now.
     """
-    password = _read_secret("fleet.etcd-password-file", fleet.etcd_password_file)
-    return EtcdCredentials(fleet.etcd, fleet.etcd_user, password, tls or _read_tls(fleet)[0])
+    password = read_etcd_password(fleet)
+    return EtcdCredentials(fleet.etcd, fleet.etcd_user, password, tls or read_tls(fleet)[0])
 
 
-def _read_tls(fleet: FleetSettings) -> tuple[ssl.SSLContext, tuple[bytes, ...]]:
-    """Return the TLS context for etcd and nodes, by default of the system, and its files."""
+def read_etcd_password(fleet: FleetSettings) -> str:
+    """Return the password of the user in etcd, empty without one; it raises as `read_tls` does."""
+    return _read_secret("fleet.etcd-password-file", fleet.etcd_password_file)
+
+
+def read_tls(fleet: FleetSettings) -> tuple[ssl.SSLContext, tuple[bytes, ...]]:
+    """Return the TLS context for etcd and nodes, by default of the system, and its files.
+
+    Raises:
+        ConfigRefused: a file is unusable.
+        StartRefused: one cannot be read for now.
+    """
     files = []
     try:
         if fleet.ca is not None:
@@ -167,7 +167,9 @@ class GatewayCredentials:
     def __init__(self, settings: FleetFile, reread: Callable[[], FleetFile]) -> None:
         self._settings = settings
         self._reread = reread
-        self.own = read_own_credentials(settings)
+        tls, files = read_tls(settings.fleet)
+        etcd = etcd_credentials(settings.fleet, tls)
+        self.own = OwnCredentials(_read_node_token(settings), etcd, tls, files)
         self._on_change: list[Callable[[OwnCredentials], None]] = []
         self._missing: list[Problem] = []
         self._reasons: list[str] = []
@@ -207,35 +209,25 @@ class GatewayCredentials:
         await self._weaknesses.log_daily()
 
     async def _read_all(self, server: Server) -> bool:
-        """Read the settings and all credentials; return whether all are in force."""
+        """Read the settings and all credentials; return whether all are in force.
 
-        def read_tokens_again() -> Callable[[], object]:
-            missing: list[Problem] = []
-            tokens = read_tokens(rpc, missing, server.current_tokens)
-            self._missing = missing
-            return partial(server.replace_tokens, tokens)
-
-        def read_certificate_again() -> Callable[[], object]:
-            gateway = self._settings.gateway
-            _refuse(expiry_problems("gateway.tls-cert", gateway.tls_cert, gateway.tls_key))
-            certificate = read_configured_certificate(rpc, "gateway")
-            return partial(server.replace_tls, certificate.context if certificate else None)
-
-        try:
-            settings = await self._compute(self._reread)
-            rpc = rpc_settings(settings)
-        except (ConfigRefused, StartRefused) as error:
-            return self._log_refusal([str(error)])
-        self._settings = settings
-        parts = [*self._own_parts, read_tokens_again]
+        While the settings are unusable, the files of the old ones are read.
+        """
+        parts: list[_Part] = [self._read_settings, *self._own_parts]
+        parts.append(partial(self._read_tokens, server))
         if server.has_tls:
-            parts.append(read_certificate_again)
+            parts.append(partial(self._read_certificate, server))
         return await self._apply(*parts)
+
+    def _read_settings(self) -> Callable[[], object]:
+        settings = self._reread()
+        rpc_settings(settings)
+        return partial(setattr, self, "_settings", settings)
 
     def _read_tls(self) -> Callable[[], object]:
         fleet = self._settings.fleet
         _refuse(expiry_problems("fleet.cert", fleet.cert, fleet.key))
-        tls, contents = _read_tls(fleet)
+        tls, contents = read_tls(fleet)
         etcd = replace(self.own.etcd, tls=tls)
         return partial(self._use, etcd=etcd, tls=tls, tls_files=contents)
 
@@ -245,6 +237,18 @@ class GatewayCredentials:
     def _read_token(self) -> Callable[[], object]:
         return partial(self._use, node_token=_read_node_token(self._settings))
 
+    def _read_tokens(self, server: Server) -> Callable[[], object]:
+        missing: list[Problem] = []
+        tokens = read_tokens(rpc_settings(self._settings), missing, server.current_tokens)
+        self._missing = missing
+        return partial(server.replace_tokens, tokens)
+
+    def _read_certificate(self, server: Server) -> Callable[[], object]:
+        gateway = self._settings.gateway
+        _refuse(expiry_problems("gateway.tls-cert", gateway.tls_cert, gateway.tls_key))
+        certificate = read_configured_certificate(rpc_settings(self._settings), "gateway")
+        return partial(server.replace_tls, certificate.context if certificate else None)
+
     def _use(self, **changes: object) -> None:
         own = replace(self.own, **changes)
         if own.contents != self.own.contents:
@@ -253,7 +257,7 @@ class GatewayCredentials:
                 on_change(own)
             log.info("credential.replaced")
 
-    async def _apply(self, *parts: Callable[[], Callable[[], object]]) -> bool:
+    async def _apply(self, *parts: _Part) -> bool:
         """Read parts and apply each; those that are unusable are logged and stay as they are."""
         reasons: list[str] = []
         for part in parts:
@@ -263,10 +267,7 @@ class GatewayCredentials:
                 reasons += str(error).splitlines()
             else:
                 apply()
-        return self._log_refusal([*reasons, *map(str, self._missing)])
-
-    def _log_refusal(self, reasons: list[str]) -> bool:
-        """Log the reasons, unless they are the last ones; return whether there is none."""
+        reasons += map(str, self._missing)
         if reasons and reasons != self._reasons:
             log.warning("gateway.reload_refused", reasons=reasons)
         self._reasons = reasons

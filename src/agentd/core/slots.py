@@ -9,7 +9,7 @@ refused, with the nearest valid amounts.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import ItemsView, Iterator, Mapping, Sequence
 from decimal import Decimal
 from enum import StrEnum
 from fractions import Fraction
@@ -345,6 +345,9 @@ class ResourceSlots(Mapping[SlotName, int]):
 
     def __contains__(self, name: object) -> bool:
         return name in self._amounts
+
+    def items(self) -> ItemsView[SlotName, int]:
+        return self._amounts.items()
 
     def __add__(self, other: Mapping[SlotName, int]) -> ResourceSlots:
         amounts = dict(self._amounts)

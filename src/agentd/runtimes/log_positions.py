@@ -199,7 +199,7 @@ class _Reader:
         """Return the position of the first byte at the goal, and an anchor to read it from."""
         position = None
         if begin := self._anchors.before(goal):
-            with suppress(_Dropped):
+            with suppress(RuntimeUnavailable):  # the line was dropped, or its key is damaged
                 position = await self._count(begin, goal)
         if begin is None or position is None:
             begin = self._oldest = await self._find_oldest(goal)

@@ -14,6 +14,7 @@ import pytest
 
 from agentd.cli.agentctl.create import create, kernel_body
 from agentd.rpc.requests import CreateKernelRequest
+from support.daemon import Daemon
 from support.scripted_node import BIN, Agentctl, ScriptedNode
 
 
@@ -58,6 +59,14 @@ async def test_interrupted_create_names_its_kernel(folder: Path, number: signal.
     text = f"agentctl: interrupted; kernel {name} may be created all the same: agentctl rm {name}\n"
     assert done == (128 + number, "", text)
     assert node.calls == ["create"]
+
+
+async def test_create_of_a_known_id_is_a_conflict_with_its_remedy(up: Daemon) -> None:
+    words = ("create", "agent-1", "--id", "nightly", "-o", "name", "--", "sleep", "1000")
+    assert await Agentctl(up.folder, *words).done() == (0, "nightly\n", "")
+    done = await Agentctl(up.folder, *words).done()
+    assert (done.status, "KernelConflict: " in done.stderr) == (1, True)
+    assert "another attempt created it" in done.stderr
 
 
 async def test_interrupted_create_leaves_the_terminal_as_it_was(folder: Path) -> None:

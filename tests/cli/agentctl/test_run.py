@@ -201,6 +201,18 @@ async def test_long_create_is_repeated_after_a_restart(node: ScriptedNode, folde
     assert node.calls.count("create") > 1
 
 
+@pytest.mark.parametrize("words", [(), ("--rm",)], ids=["kept", "removed"])
+async def test_create_of_a_run_has_its_attempt(
+    node: ScriptedNode, folder: Path, words: tuple[str, ...]
+) -> None:
+    """The node deletes a kernel of --rm, whatever ends agentctl."""
+    node.ended.set()
+    node.accept()
+    assert (await (await created(node, folder, *words)).done()).status == 0
+    assert node.body["attempt"] == node.labels[RUN_LABEL]
+    assert node.body.get("remove") == (True if words else None)
+
+
 async def test_run_is_no_command_of_a_fleet(folder: Path) -> None:
     done = fork_server.run("agentctl", "--fleet", f"unix:{folder}/none", "run", "a", "--", "true")
     assert (done.returncode, "not for a fleet" in done.stderr) == (2, True)

@@ -75,6 +75,18 @@ async def test_output_that_fails_leaves_the_kernel(
     assert node.calls == ["create"]
 
 
+CLOSED = {"output": ("exec >&-;", 74), "input": ("exec <&-;", 0), "errors": ("exec 2>&-;", 0)}
+
+
+@pytest.mark.parametrize(("prefix", "status"), CLOSED.values(), ids=CLOSED)
+async def test_run_with_a_closed_stream_ends(
+    node: ScriptedNode, folder: Path, prefix: str, status: int
+) -> None:
+    node.ended.set()
+    words = ("run", "agent-1", "--id", "k1", "--", "true")
+    assert (await Agentctl(folder, *words, prefix=prefix).done()).status == status
+
+
 async def test_output_of_an_ended_kernel_is_not_removed(node: ScriptedNode, folder: Path) -> None:
     node.ended.set()
     output = os.open("/dev/full", os.O_WRONLY)

@@ -71,10 +71,15 @@ CASES: dict[str, tuple[list[tuple[str, NodeReading]], dict[str, Row], int]] = {
 
 @pytest.fixture
 async def store(tmp_path: Path) -> AsyncIterator[SqliteStore]:
-    made = SqliteStore(tmp_path / "fleet.sqlite", [], FleetState())
-    await made.open()
+    made = await opened(tmp_path)
     yield made
     await made.close()
+
+
+async def opened(folder: Path) -> SqliteStore:
+    made = SqliteStore(folder / "fleet.sqlite", [], FleetState())
+    await made.open()
+    return made
 
 
 def listed(store: SqliteStore) -> dict[str, Row]:
@@ -118,9 +123,7 @@ async def test_proven_duplicate_gets_the_id_only_after_a_forget(store: SqliteSto
     readings = [(A, up("n1")), (B, up("n1")), (A, silent("n1")), (B, silent("n1")), (B, up("n1"))]
     for address, reading in readings:
         await store.apply_reading(address, reading)
-        for silent_address in store._silent_since:
-            store._silent_since[silent_address] -= sqlite_store.TAKEOVER_S
-        store._apply("n1")  # as the timer does
+        age_silence(store)
         assert store._address_by_node == {"n1": A}
     assert await store.forget(store._state.view.nodes["n1"])
     assert listed(store) == {"n1": READY_B, A: ("lost", A, REFUSED)}
@@ -128,6 +131,65 @@ async def test_proven_duplicate_gets_the_id_only_after_a_forget(store: SqliteSto
         await store.apply_reading(A, up("n1"))
     assert [event["event"] for event in logged] == ["node.duplicate_id"]
     assert listed(store)["n1"] == READY_B
+
+
+async def reopened(store: SqliteStore) -> SqliteStore:
+    """Write and close a store, as at the end of a gateway, and open its file again."""
+    await store._transact(partial(store._insert, store._unwritten))
+    await store.close()
+    return await opened(store._file.parent)
+
+
+def age_silence(store: SqliteStore) -> None:
+    """Age the silence of all silent addresses, so that another one may take over."""
+    for address in store._silent_since:
+        store._silent_since[address] -= sqlite_store.TAKEOVER_S
+    for node_id in dict(store._address_by_node):
+        store._apply(node_id)  # as the timer does
+
+
+DOUBLE = ("lost", B, f"node id n1 is taken by {A}")
+WAITING = ("lost", B, f"{DOUBLE[2]}, which does not answer")
+RESTARTS: dict[str, tuple[list[tuple[str, NodeReading]], dict[str, Row]]] = {
+    "the first before it": ([(A, up("n1")), (B, up("n1"))], {"n1": READY_A, B: DOUBLE}),
+    "the first after it": ([(B, up("n1")), (A, up("n1"))], {"n1": READY_A, B: DOUBLE}),
+    "the first never": ([(B, up("n1"))], {"n1": ("lost", A, ""), B: WAITING}),
+    "the first in vain": ([(A, silent()), (B, silent()), (B, up("n1"))],
+        {"n1": ("lost", A, REFUSED), B: WAITING}),
+    "another node there": ([(B, up("n1")), (A, up("n2"))], {"n1": READY_B, "n2": READY_A}),
+    "another node at the double's": ([(B, up("n2")), (A, silent()), (B, up("n1"))],
+        {"n1": READY_B, "n2": ("lost", B, f"{B} is node n1 now"), A: ("lost", A, REFUSED)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", RESTARTS)
+async def test_restarted_gateway_gives_no_double_the_id_with(tmp_path: Path, case: str) -> None:
+    """Its node's kernels would be lost to their callers, and could be created again."""
+    readings, expected = RESTARTS[case]
+    store = await opened(tmp_path)
+    for address in (A, B):
+        await store.apply_reading(address, up("n1"))
+    for _ in range(2):
+        store = await reopened(store)
+    for address, reading in readings:
+        await store.apply_reading(address, reading)
+        age_silence(store)
+    assert listed(store) == expected
+    await store.close()
+
+
+async def test_node_that_moved_is_found_after_a_restart(tmp_path: Path) -> None:
+    store = await opened(tmp_path)
+    await store.apply_reading(A, up("n1"))
+    store = await reopened(store)
+    await store.apply_reading(A, silent())
+    await store.apply_reading(B, up("n1"))
+    assert listed(store) == {"n1": ("lost", A, REFUSED), B: WAITING}
+    age_silence(store)
+    assert listed(store) == {"n1": READY_B, A: ("lost", A, REFUSED)}
+    store = await reopened(store)
+    assert store._address_by_node == {"n1": B}
+    await store.close()
 
 
 @pytest.mark.parametrize("reading", [up("n1"), NodeReading(node_id="n1", reason="unreadable: x")])
@@ -153,8 +215,7 @@ async def test_address_of_a_node_in_the_file_is_listed_as_that_node(tmp_path: Pa
     """After a start, no second entry for a node that does not answer yet."""
     rows = []
     for reading in (up("n1"), silent(), up("n2")):
-        store = SqliteStore(tmp_path / "fleet.sqlite", [], FleetState())
-        await store.open()
+        store = await opened(tmp_path)
         await store.apply_reading(A, reading)
         await store._transact(partial(store._insert, store._unwritten))
         rows.append(listed(store))

@@ -9,8 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
+import msgspec
 import pytest
+from structlog.testing import capture_logs
 
+from agentd_fleet.cli import _read_join_options
+from agentd_fleet.join.options import JoinCredentials, JoinOptions
 from agentd_fleet.store.etcd_client import EtcdClient, KeyValue
 from agentd_fleet.store.etcd_transport import EtcdCredentials
 from end_to_end.fleet.etcd_server import EtcdServers
@@ -110,6 +114,98 @@ async def test_publisher_goes_on_with_its_old_credentials_after(
         await publisher.until_logged("publisher.reload_refused")
         assert "publisher.reloaded" not in publisher.log
         await until_updated(world, etcd, node)
+
+
+OWN: dict[str, Callable[[EtcdCredentials], object]] = {
+    "password": lambda credentials: credentials.password,
+    "pair": lambda credentials: credentials.tls,
+}
+SPOILED: dict[tuple[str, str], Callable[[Path], object]] = {
+    ("an open password", "pair"): lambda folder: (folder / "password").chmod(0o644),
+    ("no key", "password"): lambda folder: (folder / "key").unlink(),
+    ("an expired pair", "password"): lambda folder: certificate_that_ends(folder, -1),
+    ("an unknown key", "password"): lambda folder: add_unknown_key(folder / "fleet.toml"),
+    ("an unknown key", "pair"): lambda folder: add_unknown_key(folder / "fleet.toml"),
+}
+
+
+def add_unknown_key(config: Path) -> None:
+    config.write_text(f"{config.read_text()}typo = 1\n")
+
+
+@pytest.mark.parametrize(("spoiled", "renewed"), SPOILED)
+async def test_unusable_setting_of_a_publisher_does_not_hold_back(
+    tmp_path: Path, spoiled: str, renewed: str
+) -> None:
+    password, config = tmp_path / "password", tmp_path / "fleet.toml"
+    cert, key = certificate_that_ends(tmp_path, 300)
+    password.touch(0o600)
+    password.write_text("the-first-password")
+    config.write_text(
+        f'[fleet]\netcd = ["https://127.0.0.1:1"]\netcd-user = "n"\nca = "{cert}"\n'
+        f'etcd-password-file = "{password}"\ncert = "{cert}"\nkey = "{key}"\n[join]\n'
+    )
+    options = msgspec.json.decode(_read_join_options(str(config)), type=JoinOptions)
+    etcd = EtcdClient(options.to_credentials())
+    before = etcd.credentials
+    if renewed == "pair":
+        certificate_that_ends(tmp_path, 200)
+    else:
+        password.write_text("the-second-password")
+    SPOILED[spoiled, renewed](tmp_path)
+    credentials = JoinCredentials(options)
+    with capture_logs() as logged:
+        await credentials._reload(etcd)
+    assert [line["event"] for line in logged].count("publisher.reload_refused") == 1
+    assert OWN[renewed](before) != OWN[renewed](etcd.credentials)
+    if spoiled != "an unknown key":
+        (kept,) = OWN.keys() - {renewed}
+        assert OWN[kept](before) == OWN[kept](etcd.credentials)
+    with capture_logs() as logged:
+        await credentials._reload(etcd)
+    assert not logged, "the next attempt finds nothing new"
+
+
+@pytest.mark.parametrize("user", ["", "n"])
+def test_password_goes_with_its_user_through_several_mistakes(tmp_path: Path, user: str) -> None:
+    """Another user whose password is missing, then there, beside a typo; at last without it."""
+    config, base = tmp_path / "fleet.toml", '[fleet]\netcd = ["http://127.0.0.1:1"]\n'
+    for name in ("n", "m"):
+        (tmp_path / name).touch(0o600)
+        (tmp_path / name).write_text(f"the-password-of-{name}")
+
+    def login(name: str) -> str:
+        return f'etcd-user = "{name}"\netcd-password-file = "{tmp_path}/{name}"\n' if name else ""
+
+    def read(text: str, in_force: bytes = b"") -> tuple[bytes, tuple[str, str]]:
+        config.write_text(f"{base}{text}")
+        output = _read_join_options(str(config), in_force)
+        options = msgspec.json.decode(output, type=JoinOptions)
+        return output, (options.etcd_user, options.password)
+
+    in_force, before = read(login(user))
+    (tmp_path / "m").rename(tmp_path / "later")
+    in_force, kept = read(login("m"), in_force)
+    assert kept == before
+    (tmp_path / "later").rename(tmp_path / "m")
+    assert msgspec.json.decode(in_force, type=JoinOptions).read_times()[str(tmp_path / "m")]
+    in_force, kept = read(f"{login('m')}typo = 1\n", in_force)
+    assert kept == before
+    assert read(login("m"), in_force)[1] == ("m", "the-password-of-m")
+
+
+async def test_changed_file_is_read_at_once_after_an_unusable_one(tmp_path: Path) -> None:
+    """A pause of ten seconds is longer than a lease."""
+    password, key = tmp_path / "password", tmp_path / "key"
+    password.touch()
+    options = JoinOptions(
+        name="main", etcd=(), etcd_password_file=str(password), key=str(key), socket="", lease=5,
+        state_dir="",
+    )  # fmt: skip
+    credentials = JoinCredentials(options)
+    assert [await credentials._have_changed() for _ in range(3)] == [True, False, False]
+    password.unlink()
+    assert [await credentials._have_changed() for _ in range(2)] == [True, False]
 
 
 @pytest.mark.parametrize("is_asked", [True, False], ids=["after a hangup", "when refused"])

@@ -319,7 +319,10 @@ def write_own(folder: Path, name: str, secret: str) -> None:
         (folder / name).write_text(secret)
 
 
-@pytest.mark.parametrize(("spoiled", "renewed"), itertools.permutations(OWN, 2))
+@pytest.mark.parametrize(
+    ("spoiled", "renewed"),
+    [*itertools.permutations(OWN, 2), *(("settings", name) for name in OWN)],
+)
 async def test_unusable_credential_does_not_hold_back(
     tmp_path: Path, spoiled: str, renewed: str
 ) -> None:
@@ -333,11 +336,13 @@ async def test_unusable_credential_does_not_hold_back(
         f'[gateway]\nnode-token-file = "{tmp_path}/node-token"\n'
     )
     settings = load(str(config), {})
-    credentials = GatewayCredentials(settings, lambda: settings)
+    credentials = GatewayCredentials(settings, lambda: load(str(config), {}))
     before = {name: read(credentials) for name, read in OWN.items()}
     write_own(tmp_path, renewed, f"the-second-secret-of-{renewed}")
     if spoiled == "client-pair":
         (tmp_path / "key").unlink()
+    elif spoiled == "settings":
+        config.write_text(f"{config.read_text()}typo = 1\n")
     else:
         (tmp_path / spoiled).chmod(0o644)
     with capture_logs() as logged:

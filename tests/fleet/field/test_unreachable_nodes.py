@@ -19,12 +19,13 @@ from structlog.testing import capture_logs
 from agentd.errors import NodeUnavailable
 from agentd_fleet.nodes import calls
 from agentd_fleet.nodes.calls import GATEWAY, NodeNotCalled, Nodes
-from agentd_fleet.view.fleet_state import MAX_LOGGED, SILENT_STATUSES, FleetState
-from agentd_fleet.view.fleet_view import FleetNode, NodeStatus
+from agentd_fleet.view.fleet_state import (
+    MAX_LOGGED,
+    FleetState,
+)
+from agentd_fleet.view.fleet_view import FleetNode, NodeRuntime, NodeStatus
 from end_to_end.fleet.network import Proxy
-from fleet.simulated import VirtualLoop
 from support.certificates import certificate, certificate_that_ends
-from support.waiting import until
 
 NODE = "node-1"
 SILENT_NAME = "silent.example"
@@ -312,101 +313,19 @@ async def test_reason_of_a_failed_call_ends_at_a_move_or_a_return(
     assert not state.has_answered(NODE)
 
 
-DURING_A_CALL: dict[str, tuple[Callable[[FleetState], None], Callable[[FleetState], None], bool]]
-DURING_A_CALL = {
-    "another call fails": (
-        lambda state: state.set_unreachable(NODE, "reset"),
-        lambda _: None,
-        True,
-    ),
-    "it is lost for a moment": (
-        lambda state: state.mark_lost(NODE, 0.0),
-        lambda state: state.update_node(listed("http://a")),
-        True,
-    ),
-    "it is lost": (lambda state: state.mark_lost(NODE, 0.0), lambda _: None, False),
-    "it is lost and answers a probe": (
-        lambda state: state.mark_lost(NODE, 0.0),
-        lambda state: state.set_unreachable(NODE, ""),
-        True,
-    ),
-    "its report gets a newer schema": (
-        lambda state: state.update_node(replace(listed("http://a"), status=NodeStatus.NEWER)),
-        lambda _: None,
-        True,
-    ),
-    "it is forgotten": (lambda state: state.forget(NODE), lambda _: None, False),
-}
-
-
-@pytest.mark.parametrize(
-    ("event", "then", "is_answered"), DURING_A_CALL.values(), ids=DURING_A_CALL
-)
-def test_slow_call_goes_on_while_its_node_answers(
-    event: Callable[[FleetState], None], then: Callable[[FleetState], None], *, is_answered: bool
-) -> None:
-    async def stop_slowly() -> None:
-        loop, state = asyncio.get_running_loop(), FleetState()
-        state.update_node(listed("http://a"))
-        loop.call_later(1.0, event, state)
-        loop.call_later(2.0, then, state)
-        with nullcontext() if is_answered else pytest.raises(TimeoutError):
-            async with state.call_timeout(NODE, 3600.0):
-                await asyncio.sleep(60)
-        assert loop.time() < 61
-
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        runner.run(stop_slowly())
-
-
-@pytest.mark.parametrize("status", NodeStatus)
-async def test_node_that_is_said_to_be_silent_is_probed_first(
-    place: Place, status: NodeStatus
-) -> None:
-    """Only its publisher may be away, so one that answers has its usual time."""
-    state, asked = FleetState(), []
-
-    async def note(request: web.Request) -> web.Response:
-        asked.append(request.method)
-        return await answered(request)
-
-    place.answer = note
-    node = replace(listed(await place.serve()), status=status)
+async def test_failed_calls_hide_no_other_reason_in_the_log() -> None:
+    state, node = FleetState(), listed("http://a")
     state.update_node(node)
-    async with Nodes(state) as nodes:
-        for _ in range(2):
-            await nodes.call(node, GATEWAY, "DELETE", "/v1/kernels/k", patience_s=60.0)
-        assert not state.is_silent(NODE)
-        if status in SILENT_STATUSES:
-            assert asked == ["GET", "DELETE", "DELETE"]
-        else:
-            assert asked == ["DELETE", "DELETE"]
-
-
-async def test_node_that_turns_silent_during_calls_is_probed_once(place: Place) -> None:
-    state, asked, waits = FleetState(), asyncio.Queue[str](), asyncio.Event()
-
-    async def note(request: web.Request) -> web.Response:
-        await asked.put(request.method)
-        if request.method == "DELETE":
-            await waits.wait()
-        return await answered(request)
-
-    place.answer = note
-    node = listed(await place.serve())
-    state.update_node(node)
-    async with Nodes(state) as nodes:
-        deletes = [
-            asyncio.create_task(nodes.call(node, GATEWAY, "DELETE", f"/v1/kernels/k{n}"))
-            for n in range(3)
-        ]
-        assert {await asked.get() for _ in deletes} == {"DELETE"}
-        state.mark_lost(NODE, 0.0)
-        assert await asked.get() == "GET"
-        await until(lambda: state.has_answered(NODE))
-        waits.set()
-        assert {(await answer).status for answer in deletes} == {200}
-        assert asked.empty()
+    with capture_logs() as lines:
+        nodes = Nodes(state)
+        for _ in range(3 * MAX_LOGGED):
+            nodes._note(node, "no answer in time")
+            nodes._note(node, "")
+        state.update_node(replace(node, runtime=NodeRuntime("docker", "unavailable")))
+        nodes._note(node, "certificate has expired")
+    said = [line["reason"] for line in lines if "reason" in line]
+    assert said.count("no answer in time") == MAX_LOGGED
+    assert said[MAX_LOGGED:] == ["runtime docker is unavailable", "certificate has expired"]
 
 
 async def test_node_that_loses_only_large_requests_fills_no_log(place: Place) -> None:

@@ -132,6 +132,10 @@ def test_refusal_of_one_node_outweighs_no_agreement(
     run(1, story, monkeypatch)
 
 
+AGREED = {"KernelConflict": (0, "KernelConflict")}
+"""A conflict is about the id, such as that of a kernel that was deleted during its create."""
+
+
 @pytest.mark.parametrize("code", ["InvalidSlotCombination", "InvalidRequest", *FINAL])
 def test_refusal_of_a_create_outweighs_no_agreement(monkeypatch: Any, code: str) -> None:
     """The first node is full, the others agree, and the second one then refuses."""
@@ -141,7 +145,16 @@ def test_refusal_of_a_create_outweighs_no_agreement(monkeypatch: Any, code: str)
         packed(fleet)
         fleet.nodes.room["n1"] = 0
         fleet.nodes.failing = {"n2": code}
-        assert await fleet.one.create("k1") == (201, "n3")
+        created = fleet.nodes._created
+
+        def agreed(node: str, name: str, path: str) -> NodeAnswer:
+            if node == "n2" and "dry_run" in path:
+                return NodeAnswer(200, {}, b"{}")
+            return created(node, name, path)
+
+        monkeypatch.setattr(fleet.nodes, "_created", agreed)
+        assert await fleet.one.create("k1") == AGREED.get(code, (201, "n3"))
+        assert ("n3" in creates(fleet)) is (code not in AGREED)
 
     run(1, story, monkeypatch)
 

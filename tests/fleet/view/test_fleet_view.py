@@ -17,6 +17,7 @@ from agentd_fleet.view.fleet_view import (
     SlotUsage,
     is_same_slot_type,
 )
+from agentd_fleet.view.reports import MAX_SLOT_TYPES
 
 NAMES = ("cuda.device", "cuda.shares", "rocm.device", "tpu.chip")
 QUANTA = (ONE, ONE // 100)
@@ -182,6 +183,28 @@ def test_the_sums_of_all_are_those_of_each_counted_by_hand(reports, name) -> Non
     assert view.statistics(list(view.nodes)).get(name, SlotUsage()) == expected
     agents = [view.statistics(agents=[agent]).get(name, SlotUsage()) for agent in AGENTS]
     assert sum(agents, SlotUsage()) == expected
+
+
+class CountedSlots(ResourceSlots):
+    """Amounts that count their lookups."""
+
+    __slots__ = ()
+    lookups = 0
+
+    def __getitem__(self, name: str) -> int:
+        CountedSlots.lookups += 1
+        return super().__getitem__(name)
+
+
+def test_sums_of_a_node_take_no_lookup_per_agent_and_slot() -> None:
+    """One node may have any number of agents, and its reports are folded on the event loop."""
+    types = [slot(f"x{number}.y") for number in range(MAX_SLOT_TYPES)]
+    amounts = CountedSlots({"x0.y": ONE})
+    offers = {f"a{number}": Offer(amounts, amounts) for number in range(50_000)}
+    large = FleetNode("n1", {item.name: item for item in types}, offers)
+    view = FleetView(slot_types=large.slot_types).with_changes([large])
+    assert view.usages["x0.y"] == SlotUsage(50_000 * ONE, 50_000 * ONE)
+    assert CountedSlots.lookups <= 3 * len(offers)
 
 
 def test_debit_lasts_until_the_node_reports() -> None:

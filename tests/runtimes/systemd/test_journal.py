@@ -65,6 +65,20 @@ async def test_positions_survive_a_vacuum(
     assert await read(LogQuery(from_position=base + 9)) == (base + 9, content[9:])
 
 
+async def test_journal_that_breaks_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = tmp_path / "journalctl"
+    program.write_text(f"#!/bin/sh\necho '{LINE}'\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    source = JournalSource("agentd-k1.service", "0" * 32, None, asyncio.Event().wait)
+    lines = source.read(LogQuery())
+    assert (await anext(lines))[0].data == b"line\n"
+    with pytest.raises(RuntimeUnavailable, match="journalctl failed with status 1"):
+        await anext(lines)
+
+
 @pytest.mark.parametrize("has_ended", [True, False])
 async def test_follow_ends_with_the_kernel_only(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, has_ended: bool

@@ -57,6 +57,7 @@ async def proxy_request(
         node, caller_of(request), request.method, path, body=body, headers=headers
     )
     patience_s = CALL_TIMEOUT_S if request.method == "GET" else CREATE_TIMEOUT_S
+    await nodes.require_answer(node)
     async with AsyncExitStack() as stack:
         try:
             async with nodes.call_timeout(node, patience_s):

@@ -7,12 +7,15 @@ certificates would stay in the memory of this one.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import random
 import ssl
+import time
 from collections.abc import Callable
 from functools import partial
-from subprocess import DEVNULL, PIPE
+from subprocess import PIPE
+from typing import Literal
 
 import msgspec
 import structlog
@@ -29,13 +32,16 @@ log = structlog.get_logger()
 LOOK_S = 1.0
 """Seconds after which a publisher that cannot write looks for changed files of credentials."""
 RETRY_S = 10.0
-"""Seconds after which it reads changed files again that were unusable: each time is a process."""
+"""Seconds after which it reads unusable files again that did not change: each is a process."""
 
 
 class JoinOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The publisher's settings of `[fleet]` and `[join]`; files are paths.
 
-    `changed_at` has the times of the files of credentials, from before they were read.
+    `changed_at` has the time of each file of credentials, from before it was read with success; a
+    file that the settings name and that was not read is there, too.
+    After a reload, `refused` has the reasons why the settings, the password or the files of TLS
+    could not be replaced.
     """
 
     config: str | None = None
@@ -52,23 +58,31 @@ class JoinOptions(msgspec.Struct, frozen=True, kw_only=True):
     labels: dict[str, str] = {}
     lease: int
     state_dir: str
-    changed_at: tuple[int, ...] = ()
+    changed_at: dict[str, int] = {}
+    refused: dict[Literal["settings", "password", "tls"], str] = {}
     weaknesses: tuple[Weakness, ...] = ()
 
-    def to_credentials(self) -> EtcdCredentials:
+    def to_credentials(self, tls: ssl.SSLContext | None = None) -> EtcdCredentials:
         """Return the credentials for etcd, with the endpoints in random order.
+
+        Without a TLS context they have that of the files.
 
         Raises:
             OSError, ValueError: a certificate cannot be read.
         """
         endpoints = random.sample(self.etcd, len(self.etcd))
-        tls = etcd_tls_context(self)
+        tls = tls or etcd_tls_context(self)
         return EtcdCredentials(tuple(endpoints), self.etcd_user, self.password, tls)
 
-    def read_times(self) -> tuple[int, ...]:
+    @property
+    def tls_files(self) -> tuple[str | None, ...]:
+        """The files of TLS; None if the settings have none."""
+        return self.ca, self.cert, self.key
+
+    def read_times(self) -> dict[str, int]:
         """Return when each file of credentials changed (ns), 0 if it cannot be read for now."""
-        files = (self.etcd_password_file, self.ca, self.cert, self.key)
-        return tuple(_changed_at(file) for file in files if file is not None)
+        files = (self.etcd_password_file, *self.tls_files, *self.changed_at)
+        return {file: _changed_at(file) for file in files if file is not None}
 
 
 def _changed_at(file: str) -> int:
@@ -94,6 +108,8 @@ class JoinCredentials:
         self._weaknesses = Weaknesses()
         self._weaknesses.replace(options.weaknesses)
         self._refusal = ""
+        self._attempt: tuple[float, dict[str, int]] = (-math.inf, {})
+        """When changed files were last read, and their times then."""
 
     async def log_daily(self) -> None:
         """Log weak credentials once a day, forever."""
@@ -106,45 +122,53 @@ class JoinCredentials:
 
         It is not part of a call of etcd, because it takes longer than that.
         """
-        pause_s = LOOK_S
         while True:
-            is_asked = await wait_event(hangup, pause_s)
+            is_asked = await wait_event(hangup, LOOK_S)
             hangup.clear()
             if is_asked:
                 self._refusal = ""
             elif not (may_be_refused() and await self._have_changed()):
                 continue
-            credentials = await self._read()
-            pause_s = RETRY_S if credentials is None else LOOK_S
-            if credentials is not None:
-                etcd.replace_credentials(credentials)
-                if is_asked:
-                    log.info("publisher.reloaded")
+            await self._reload(etcd)
+            if is_asked and not self._refusal:
+                log.info("publisher.reloaded")
 
     async def _have_changed(self) -> bool:
+        """Return whether files changed since they were in use, and since the last attempt."""
         times = await asyncio.to_thread(self._options.read_times)
-        return times != self._options.changed_at
+        attempted_at, previous = self._attempt
+        is_due = times != previous or time.monotonic() >= attempted_at + RETRY_S
+        if times == self._options.changed_at or not is_due:
+            return False
+        self._attempt = time.monotonic(), times
+        return True
 
-    async def _read(self) -> EtcdCredentials | None:
-        """Read the settings again; None if they are unusable, and the old ones stay in force."""
+    async def _reload(self, etcd: EtcdClient) -> None:
+        """Read the settings again; those that are unusable are logged, and stay as they are."""
         config = ["--config", self._options.config] if self._options.config else []
         command = [*python_command(), "-m", "agentd_fleet", "join-options", *config]
         try:
             process = await asyncio.create_subprocess_exec(
-                *command, stdin=DEVNULL, stdout=PIPE, stderr=PIPE
+                *command, stdin=PIPE, stdout=PIPE, stderr=PIPE
             )
-            output, problems = await process.communicate()
+            output, problems = await process.communicate(msgspec.json.encode(self._options))
             if process.returncode:
                 raise ValueError(problems.decode(errors="replace").strip())
             options = msgspec.json.decode(output, type=JoinOptions)
-            credentials = options.to_credentials()
+            tls = etcd.credentials.tls if "tls" in options.refused else None
+            etcd.replace_credentials(options.to_credentials(tls))
         except (OSError, ValueError) as error:
-            if str(error) != self._refusal:
-                self._refusal = str(error)
-                log.warning("publisher.reload_refused", reason=self._refusal)
-            return None
+            self._log_refusal(str(error))
+            return
         if options.changed_at != self._options.changed_at:
             log.info("credential.replaced")
-        self._options, self._refusal = options, ""
-        self._weaknesses.replace(options.weaknesses)
-        return credentials
+        if not options.refused or options.weaknesses != self._options.weaknesses:
+            self._weaknesses.replace(options.weaknesses)
+        self._options = options
+        self._log_refusal("\n".join(options.refused.values()))
+
+    def _log_refusal(self, reason: str) -> None:
+        """Log why credentials could not be replaced, unless it is the last reason, or empty."""
+        if reason and reason != self._refusal:
+            log.warning("publisher.reload_refused", reason=reason)
+        self._refusal = reason

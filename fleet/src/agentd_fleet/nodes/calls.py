@@ -156,6 +156,8 @@ class Nodes:
             NodeNotCalled: no connection could be made.
             NodeAnswerLost: there is no answer.
         """
+        if path != PROBE_PATH:
+            await self.require_answer(node)
         opening = self.open_response(node, caller, method, path, body=body, headers=headers)
         try:
             async with self.call_timeout(node, patience_s), opening as response:
@@ -176,22 +178,21 @@ class Nodes:
         return kind(f"node {node.node_id} {lead}{reason}")
 
     def _note(self, node: FleetNode, reason: str) -> None:
-        """Note why calls to a node fail, or with "" that one was answered.
-
-        The state of a silent node says already that it does not answer.
-        """
+        """Note why calls to a node fail, or with "" that one was answered."""
         current = self._state.node(node.node_id)
         if current is None or current.url != node.url:
             return
-        if reason and current.status in SILENT_STATUSES:
-            return
-        if reason and not current.unreachable and self._state.may_log(node.node_id):
+        self._log(current, reason)
+        self._state.set_unreachable(node.node_id, reason)
+
+    def _log(self, node: FleetNode, reason: str) -> None:
+        is_new = reason and not node.unreachable and node.status not in SILENT_STATUSES
+        if is_new and self._state.may_log(node.node_id, "node.unreachable", reason):
             self._told.add(node.node_id)
             log.warning("node.unreachable", node_id=node.node_id, address=node.url, reason=reason)
         elif not reason and node.node_id in self._told:
             self._told.remove(node.node_id)
             log.info("node.reached", node_id=node.node_id)
-        self._state.set_unreachable(node.node_id, reason)
 
     @contextmanager
     def _reported(self, node: FleetNode) -> Iterator[None]:
@@ -218,6 +219,15 @@ class Nodes:
             await self.call(node, GATEWAY, "GET", PROBE_PATH, patience_s=ANSWER_TIMEOUT_S)
         except NodeAnswerLost as error:
             raise NodeNotCalled(str(error)) from None
+
+    async def require_answer(self, node: FleetNode) -> None:
+        """Probe a node that may be silent, before a call that has its own time.
+
+        Raises:
+            NodeNotCalled: it does not answer.
+        """
+        if node.node_id in self._state.unreachable or self._state.is_silent(node.node_id):
+            await self.probe(node)
 
     def _probe_soon(self, node_id: str) -> None:
         if (node := self._state.node(node_id)) is not None:
@@ -246,7 +256,7 @@ class Nodes:
             NodeNotCalled: no connection could be made.
             NodeAnswerLost: there is no answer.
         """
-        session, url, identity = await self._target(node, caller, path)
+        session, url, identity = self._target(node, caller, path)
         request_headers = {**(headers or {}), **identity}
         data: dict[str, Any] = {"data": body} if body is not None else {}
         with self._reported(node):
@@ -274,29 +284,27 @@ class Nodes:
             NodeNotCalled: no connection could be made.
             NodeAnswerLost: there is no answer.
         """
+        await self.require_answer(node)
         try:
             with self._reported(node):
                 async with self.call_timeout(node, CALL_TIMEOUT_S):
-                    session, url, identity = await self._target(node, caller, path)
+                    session, url, identity = self._target(node, caller, path)
                     return await session.ws_connect(
                         url, headers=identity, max_msg_size=MAX_FRAME, autoping=False
                     )
         except aiohttp.WSServerHandshakeError:
             return None
 
-    async def _target(
+    def _target(
         self, node: FleetNode, caller: Caller, path: str
     ) -> tuple[aiohttp.ClientSession, URL, dict[str, str]]:
         """Return the session, the URL and the headers of a call.
 
         Raises:
-            NodeNotCalled: the node must not be called, or still does not answer.
+            NodeNotCalled: the node must not be called.
         """
         if reason := unreachable_reason(node.url):
             raise NodeNotCalled(f"node {node.node_id}: {node.exclusion_reason or reason}")
-        is_doubtful = node.node_id in self._state.unreachable or self._state.is_silent(node.node_id)
-        if is_doubtful and path != PROBE_PATH:
-            await self.probe(node)
         session, address = self._session(node.url)
         token = {} if node.url.startswith(UNIX) else self._headers
         identity = {**token, CALLER_HEADER: caller.to_text(), NODE_HEADER: node.node_id}

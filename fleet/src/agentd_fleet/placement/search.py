@@ -25,6 +25,7 @@ from agentd.errors import (
     InvalidRequest,
     InvalidSlotAmount,
     InvalidSlotCombination,
+    KernelConflict,
     NodeUnavailable,
     Unavailable,
 )
@@ -149,12 +150,13 @@ class Search:
     def refuse(self, candidate: Candidate, error: AgentdError) -> None:
         """Note that an agent that was called refused, or cannot be called.
 
-        A refusal is final unless others have agreed.
+        A conflict is about the id. Any other refusal is final unless others have agreed.
         """
         is_free = _is_node_failure(error) and len(self.refused) < MAX_REFUSALS
         self._tries -= not is_free
         self._note_refusal(candidate, error)
-        if _is_final(error) and self.decisions.keys().isdisjoint(self._queue):
+        is_alone = self.decisions.keys().isdisjoint(self._queue)
+        if isinstance(error, KernelConflict) or (_is_final(error) and is_alone):
             self.final = error
 
     def _note_refusal(self, candidate: Candidate, error: AgentdError) -> None:

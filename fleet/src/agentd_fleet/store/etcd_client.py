@@ -62,6 +62,11 @@ class EtcdClient:
     async def __aexit__(self, *_: object) -> None:
         await self._transport.close()
 
+    @property
+    def credentials(self) -> EtcdCredentials:
+        """The credentials in force."""
+        return self._transport.credentials
+
     def replace_credentials(self, credentials: EtcdCredentials) -> None:
         """Use other credentials from the next connection and login on."""
         self._transport.replace_credentials(credentials)

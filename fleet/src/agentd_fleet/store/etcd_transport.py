@@ -129,7 +129,7 @@ class EtcdTransport:
     """Sends calls to the endpoint that answers, with the user's token."""
 
     def __init__(self, credentials: EtcdCredentials, timeout_s: float) -> None:
-        self._credentials = credentials
+        self.credentials = credentials
         self._timeout_s = timeout_s
         self._preferred = ""
         self._token: str | None = None
@@ -155,9 +155,9 @@ class EtcdTransport:
 
     def replace_credentials(self, credentials: EtcdCredentials) -> None:
         """Use these for each new connection and login; open connections stay as they are."""
-        if credentials.login != self._credentials.login:
+        if credentials.login != self.credentials.login:
             self._token, self._refusal = None, (-math.inf, "")
-        self._credentials = credentials
+        self.credentials = credentials
 
     async def call(self, path: str, body: Mapping[str, object]) -> tuple[dict[str, Any], bool]:
         """Return the answer, and whether an earlier attempt may have taken effect."""
@@ -175,7 +175,7 @@ class EtcdTransport:
         self, attempt: Callable[[str, str], Awaitable[T]], *only: str
     ) -> tuple[T, bool]:
         deadline = asyncio.get_running_loop().time() + self._timeout_s
-        endpoints = [endpoint.rstrip("/") for endpoint in only or self._credentials.endpoints]
+        endpoints = [endpoint.rstrip("/") for endpoint in only or self.credentials.endpoints]
         endpoints.sort(key=lambda endpoint: endpoint != self._preferred)
         faults = []
         is_repeat = False
@@ -187,7 +187,7 @@ class EtcdTransport:
             except TimeoutError:
                 faults.append(f"{endpoint}: no answer in {share_s:.2g} s")
                 is_repeat = True
-                others = (other.rstrip("/") for other in self._credentials.endpoints)
+                others = (other.rstrip("/") for other in self.credentials.endpoints)
                 self._preferred = next((other for other in others if other != endpoint), endpoint)
             except EtcdUnavailable as error:
                 faults.append(str(error))
@@ -202,7 +202,7 @@ class EtcdTransport:
 
         Users may change once more during a login, which ends the new token, too.
         """
-        if not self._credentials.user:
+        if not self.credentials.user:
             try:
                 return await attempt(endpoint, "")
             except _TokenRefused as error:
@@ -231,14 +231,14 @@ class EtcdTransport:
         """Log in, and again if the credentials are replaced meanwhile."""
         answer: dict[str, Any] = {}
         login: dict[str, str] = {}
-        while login != self._credentials.login:
-            login = self._credentials.login
+        while login != self.credentials.login:
+            login = self.credentials.login
             try:
                 answer = await self._post("/v3/auth/authenticate", login, endpoint, "")
             except EtcdRefused as error:
                 if _NO_LOGINS in str(error):
                     return ""
-                if login == self._credentials.login:
+                if login == self.credentials.login:
                     self._refusal = (asyncio.get_running_loop().time(), str(error))
                     raise
         return str(answer.get("token", ""))
@@ -272,7 +272,7 @@ class EtcdTransport:
         headers = {**_HEADERS, "Authorization": token} if token else _HEADERS
         data = json.dumps(body, separators=(",", ":"))
         try:
-            tls = self._credentials.tls or True
+            tls = self.credentials.tls or True
             return await self._session.post(endpoint + path, data=data, headers=headers, ssl=tls)
         except aiohttp.ClientConnectorError as error:
             raise _NeverSent(f"{endpoint}: Cannot connect: {error.__cause__}") from None

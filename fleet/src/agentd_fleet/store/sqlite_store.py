@@ -27,6 +27,7 @@ from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import Cordon, FleetNode, NodeStatus
 from agentd_fleet.view.reports import (
     UNREADABLE,
+    KnownNode,
     NodeReading,
     SlotTypeReport,
     known_record,
@@ -75,8 +76,9 @@ class SqliteStore:
         """The latest reading of each address; without an id, it has never answered."""
         self._silent_since: dict[str, float] = {}
         self._address_by_node: dict[str, str] = {}
-        self._doubles: set[str] = set()
-        """Addresses that answered with a node's id while its own address did, too."""
+        self._doubles: dict[str, str] = {}
+        """By address, the id that it answered with while the node's own address did, too."""
+        self._logged_doubles: set[tuple[str, str]] = set()
         self._known_values: dict[str, bytes] = {}
         self._unwritten: dict[tuple[str, str], bytes] = {}
         """Values by table and name: what the nodes reported and the file lacks."""
@@ -108,10 +110,21 @@ class SqliteStore:
                 self._known_values[node_id] = _bytes(value)
                 node = parse_known_node(node_id, self._known_values[node_id])
                 self._state.update_node(replace(node, seen_at=time.time()))
+                self._expect(node)
         for node_id, value in await self._transact(
             lambda: self._rows("SELECT node_id, value FROM cordons")
         ):
             self._state.set_cordon(node_id, parse_cordon(_bytes(value)))
+
+    def _expect(self, node: FleetNode) -> None:
+        """Keep a node's id for the address that had it, as for one that is silent since now."""
+        if not node.url:
+            return
+        self._address_by_node[node.node_id] = node.url
+        self._silent_since[node.url] = time.monotonic()
+        record = msgspec.json.decode(self._known_values[node.node_id], type=KnownNode)
+        self._doubles.update(dict.fromkeys(record.rival.splitlines(), node.node_id))
+        asyncio.get_running_loop().call_later(TAKEOVER_S, self._apply, node.node_id)
 
     async def close(self) -> None:
         """Close the file."""
@@ -233,52 +246,62 @@ class SqliteStore:
         """Apply a reading of an address, which may be of another node than the one before.
 
         Every node is listed once, from the first of its addresses that answered, until that has
-        been silent for a while. A double has other kernels, so it gets the id only when that node
-        is renamed or forgotten. An address without a node is listed under its own name.
+        been silent for a while. One that was not heard yet is silent since the start. A double has
+        other kernels, so it gets the id only when that node is renamed or forgotten. An address
+        without a node is listed under its own name.
         """
-        previous = self._readings.get(address, reading)
         self._readings[address] = reading
         if not reading.is_down:
             self._silent_since.pop(address, None)
         elif address not in self._silent_since:
             self._silent_since[address] = time.monotonic()
             asyncio.get_running_loop().call_later(TAKEOVER_S, self._apply, reading.node_id)
-        if previous.node_id != reading.node_id:
-            self._doubles.discard(address)
-        for node_id in dict.fromkeys((previous.node_id, reading.node_id)):
+        if reading.node_id and self._doubles.get(address) != reading.node_id:
+            self._doubles.pop(address, None)
+        located = [n for n, own_address in self._address_by_node.items() if own_address == address]
+        for node_id in dict.fromkeys((*located, reading.node_id)):
             self._apply(node_id, changed=address)
 
     def _apply(self, node_id: str, changed: str = "") -> None:
         """Apply the readings of a node's addresses; that of the address `changed` is new."""
         readings = {a: read for a, read in self._readings.items() if read.node_id == node_id}
         address = first = self._address_by_node.get(node_id, "")
+        first_id = self._readings[first].node_id if first in self._readings else ""
+        is_free = not first or first_id not in ("", node_id)
         silent_s = time.monotonic() - self._silent_since.get(first, math.inf)
-        if node_id and (first not in readings or silent_s >= TAKEOVER_S):
-            doubles = self._doubles if first in readings else set()
-            excluded = self._silent_since.keys() | doubles
+        if node_id and (is_free or silent_s >= TAKEOVER_S):
+            excluded = self._silent_since.keys() | (set() if is_free else self._doubles.keys())
             address = next((a for a in readings if a not in excluded), first)
-        if (reading := readings.pop(address, None)) is None:
-            if self._address_by_node.pop(node_id, ""):
+        if (own := readings.pop(address, None)) is None:
+            if is_free and self._address_by_node.pop(node_id, ""):
                 self._state.mark_lost(node_id, time.time())
         elif changed == address or address != first:
-            self._update_node(address, reading)
+            self._update_node(address, own)
+            self._set_reason(self._lost_nodes(address), f"{address} is node {node_id} now")
         if address != first:
             self._address_by_node[node_id] = address
-            self._doubles.discard(address)
+            self._doubles.pop(address, None)
             log.info("node.located", node_id=node_id, address=address, previous=first)
             self._state.forget(address)
-            self._set_reason(self._lost_nodes(address), f"{address} is node {node_id} now")
+            self._apply("")  # an address that was listed as this node is not this node
         for other, reading in readings.items():
             reason = reading.reason
             if node_id and other not in self._silent_since:
                 reason = f"node id {node_id} is taken by {address}"
                 if address in self._silent_since:
                     reason += ", which does not answer"
-                elif other not in self._doubles:
-                    self._doubles.add(other)
-                    log.error("node.duplicate_id", node_id=node_id, first=address, second=other)
+                else:
+                    self._doubles[other] = node_id
+                    self._log_double(node_id, address, other)
             entry = FleetNode(other, {}, {}, NodeStatus.LOST, other, seen_at=time.time())
             self._set_reason(self._lost_nodes(other) or [entry], reason)
+        if own is not None:
+            self._record(address, own)
+
+    def _log_double(self, node_id: str, first: str, second: str) -> None:
+        if (node_id, second) not in self._logged_doubles:
+            self._logged_doubles.add((node_id, second))
+            log.error("node.duplicate_id", node_id=node_id, first=first, second=second)
 
     def _lost_nodes(self, address: str) -> list[FleetNode]:
         """Return the lost nodes that were last at an address, or the entry of the address."""
@@ -301,9 +324,15 @@ class SqliteStore:
             value = msgspec.json.encode(slot_type_report(slot))
             self._write_soon("slot_types", slot.name, value)
         self._state.update_node(node)
+
+    def _record(self, address: str, reading: NodeReading) -> None:
+        """Record a node with its doubles; slot types of an unreadable one stay as they were."""
+        node_id = reading.node_id
         recorded = self._known_values.get(node_id)
-        value = known_record(recorded, address, reading.slot_types)
-        if value != recorded and not reading.reason:
+        doubles = sorted(double for double, n in self._doubles.items() if n == node_id)
+        types = None if reading.reason else reading.slot_types
+        value = known_record(recorded, address, types, "\n".join(doubles))
+        if value != recorded and not (reading.reason and recorded is None):
             self._known_values[node_id] = value
             self._write_soon("known", node_id, value)
 

@@ -21,7 +21,8 @@ DEBIT_S = 3.0
 ANSWERED_S = 15.0
 """Seconds for which an answer vouches that this gateway reaches a node."""
 MAX_LOGGED, LOGGED_S = 8, 3600.0
-"""Maximum reasons of one node that are logged in this many seconds."""
+"""Maximum lines with one event about one node in this many seconds, and twice as many if each has
+another reason."""
 ANSWER_TIMEOUT_S = 3.0
 """Seconds for a connection, its names included; for a decision; and for a call of a silent node."""
 SILENT_STATUSES = (NodeStatus.DAEMON_DOWN, NodeStatus.LOST)
@@ -49,8 +50,10 @@ class FleetState:
         self._cordon_changed = asyncio.Event()
         self._unreachable: dict[str, str] = {}
         self._answered_at: dict[str, float] = {}
-        self._logged: dict[str, tuple[float, int]] = {}
-        """The time since which reasons of each node were counted, and their number."""
+        self._logged: dict[tuple[str, str], tuple[float, list[str]]] = {}
+        """The reasons that were logged, by node and event, and since when."""
+        self._vouch_ends: dict[str, asyncio.TimerHandle] = {}
+        """The ends of what the last answers of nodes vouch for, while calls of them go on."""
 
     @property
     def view(self) -> FleetView:
@@ -102,16 +105,18 @@ class FleetState:
         elif node.exclusion_reason:
             event = "node.read_failed"
         is_new = previous is None or previous.reported_reason != reason
-        if is_new and self.may_log(node.node_id):
+        if is_new and self.may_log(node.node_id, event, reason):
             log.warning(event, address=node.url, node_id=node.node_id, reason=reason)
 
-    def may_log(self, node_id: str) -> bool:
-        """Count a reason of a node, and return whether it is one of the few that are logged."""
-        since, count = self._logged.get(node_id, (-math.inf, 0))
+    def may_log(self, node_id: str, event: str, reason: str) -> bool:
+        """Return whether to log an event with this reason, which then counts as logged."""
+        since, logged = self._logged.get((node_id, event), (-math.inf, []))
         if (now := time.monotonic()) >= since + LOGGED_S:
-            since, count = now, 0
-        self._logged[node_id] = since, count + 1
-        return count < MAX_LOGGED
+            since, logged = now, []
+        if len(logged) >= MAX_LOGGED * (1 if reason in logged else 2):
+            return False
+        self._logged[node_id, event] = since, [*logged, reason]
+        return True
 
     def set_cordon(self, node_id: str, cordon: Cordon | None) -> None:
         """Apply that a node is cordoned, or with None that it is not; it need not be known yet."""
@@ -129,17 +134,24 @@ class FleetState:
             await self._cordon_changed.wait()
 
     def set_unreachable(self, node_id: str, reason: str) -> None:
-        """Apply why calls of this gateway to a node fail, or with "" that one was answered."""
+        """Apply why calls of this gateway to a node fail, or with "" that one was answered.
+
+        The status of a silent node says already that it does not answer.
+        """
+        was_silent, node = self.is_silent(node_id), self.node(node_id)
         if not reason:
             self._answered_at[node_id] = asyncio.get_running_loop().time()
+        elif node is not None and node.status in SILENT_STATUSES:
+            self._answered_at.pop(node_id, None)
+            reason = self._unreachable.get(node_id, "")
+        if reason != self._unreachable.get(node_id, ""):
+            if reason:
+                self._unreachable[node_id] = reason
+            else:
+                self._unreachable.pop(node_id, None)
+            self._apply_again(node_id)
+        if self.is_silent(node_id) is not was_silent:
             self._limit_calls(node_id)
-        if reason == self._unreachable.get(node_id, ""):
-            return
-        if reason:
-            self._unreachable[node_id] = reason
-        else:
-            self._unreachable.pop(node_id, None)
-        self._apply_again(node_id)
 
     @property
     def unreachable(self) -> Mapping[str, str]:
@@ -155,9 +167,10 @@ class FleetState:
         )
 
     def is_silent(self, node_id: str) -> bool:
-        """Return whether a node is unknown, or silent as far as the store and its calls tell."""
+        """Return whether a node answers nobody, as far as the store and calls from here tell."""
         node = self.node(node_id)
-        return node is None or (node.status in SILENT_STATUSES and not self.has_answered(node_id))
+        is_silent = node is not None and node.status in SILENT_STATUSES
+        return is_silent and not self.has_answered(node_id)
 
     def _apply_again(self, node_id: str) -> None:
         if (reported := self._reported.get(node_id)) is not None:
@@ -220,7 +233,7 @@ class FleetState:
 
     @asynccontextmanager
     async def call_timeout(self, node_id: str, limit_s: float) -> AsyncIterator[None]:
-        """Limit a call to a node, to `ANSWER_TIMEOUT_S` while the node is silent.
+        """Limit a call to a node, to `ANSWER_TIMEOUT_S` while the node is silent or unknown.
 
         Raises:
             TimeoutError: the call took longer.
@@ -231,13 +244,14 @@ class FleetState:
         def limit() -> None:
             if not timeout.expired():
                 soon = loop.time() + ANSWER_TIMEOUT_S
-                is_silent = self.is_silent(node_id)
-                timeout.reschedule(min(deadline, soon) if is_silent else deadline)
+                may_be_slow = self.node(node_id) is not None and not self.is_silent(node_id)
+                timeout.reschedule(deadline if may_be_slow else min(deadline, soon))
 
         async with asyncio.timeout_at(deadline) as timeout:
             callbacks = self._limit_callbacks[node_id]
             callbacks.add(limit)
             limit()
+            self._watch_vouching(node_id)
             try:
                 yield
             finally:
@@ -253,11 +267,25 @@ class FleetState:
         _ = self.view
 
     def _limit_calls(self, node_id: str) -> None:
-        if callbacks := self._limit_callbacks.get(node_id):
-            for limit in callbacks:
-                limit()
-            if self.is_silent(node_id):
-                self.probe_soon(node_id)
+        """Limit the calls in progress if their node is silent, and lift the limit otherwise."""
+        for limit in self._limit_callbacks.get(node_id, ()):
+            limit()
+        if self._limit_callbacks.get(node_id) and self.is_silent(node_id):
+            self.probe_soon(node_id)
+        self._watch_vouching(node_id)
+
+    def _watch_vouching(self, node_id: str) -> None:
+        """Look again at calls in progress when the last answer of a silent node counts no more."""
+        node = self.node(node_id)
+        if node is None or node.status not in SILENT_STATUSES or self.is_silent(node_id):
+            return
+        if self._limit_callbacks.get(node_id) and node_id not in self._vouch_ends:
+            loop, at = asyncio.get_running_loop(), self._answered_at[node_id] + ANSWERED_S
+            self._vouch_ends[node_id] = loop.call_at(at, self._on_vouching_ended, node_id)
+
+    def _on_vouching_ended(self, node_id: str) -> None:
+        del self._vouch_ends[node_id]
+        self._limit_calls(node_id)
 
     def _next_revision(self) -> int:
         self._revision += 1

@@ -290,19 +290,18 @@ class FleetView(msgspec.Struct, frozen=True, eq=False, dict=True):
         if node.status is NodeStatus.LOST:
             return {}
         agent_ids = node.offers if agents is None else node.offers.keys() & set(agents)
-        offers = [node.offers[agent] for agent in agent_ids]
-        usages = {}
-        for name in self._common_names(node):
-            capacity = free = allocated = 0
-            for offer in offers:
-                capacity += offer.capacity[name]
-                free += offer.free[name]
-                allocated += offer.allocated[name]
-            if node.whole is not None:
-                capacity = min(capacity, node.whole.capacity[name])
-                free = min(free, node.whole.free[name])
-            usages[name] = SlotUsage(capacity, free, allocated)
-        return usages
+        sums = {name: [0, 0, 0] for name in self._common_names(node)}
+        for offer in (node.offers[agent] for agent in agent_ids):
+            # The amounts of an offer, not all slots: a node may have many of both.
+            for index, amounts in enumerate((offer.capacity, offer.free, offer.allocated)):
+                for name, amount in amounts.items():
+                    if name in sums:
+                        sums[name][index] += amount
+        if node.whole is not None:
+            for name, total in sums.items():
+                total[0] = min(total[0], node.whole.capacity[name])
+                total[1] = min(total[1], node.whole.free[name])
+        return {name: SlotUsage(*total) for name, total in sums.items()}
 
     def _common_names(self, node: FleetNode) -> set[SlotName]:
         """Return the slots that node and fleet define equally."""

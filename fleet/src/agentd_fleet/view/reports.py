@@ -101,7 +101,8 @@ class FreeReport(msgspec.Struct, frozen=True):
 class KnownNode(msgspec.Struct, frozen=True, kw_only=True):
     """The lasting record of a node whose lease has ended, until it is forgotten.
 
-    A `rival` is the address of another publisher that waits for the node id.
+    A `rival` is the address of another publisher that waits for the node id; without etcd, it has a
+    line for each address that answered with the id while the node's own address did, too.
     """
 
     schema: int = SCHEMA
@@ -111,13 +112,21 @@ class KnownNode(msgspec.Struct, frozen=True, kw_only=True):
     rival: str = ""
 
 
-def known_record(stored: bytes | None, url: str, slot_types: list[SlotTypeReport]) -> bytes:
-    """Return a node's lasting record, with the time of its first report by the stored one."""
-    first_seen = datetime.now(UTC).isoformat()
+def known_record(
+    stored: bytes | None, url: str, slot_types: list[SlotTypeReport] | None, rival: str = ""
+) -> bytes:
+    """Return a node's lasting record, with the time of its first report by the stored one.
+
+    Without slot types it has those of the stored one.
+    """
+    record = KnownNode(first_seen=datetime.now(UTC).isoformat(), url=url)
     if stored is not None:
         with suppress(*UNREADABLE):
-            first_seen = msgspec.json.decode(stored, type=KnownNode).first_seen
-    return msgspec.json.encode(KnownNode(first_seen=first_seen, url=url, slot_types=slot_types))
+            record = msgspec.json.decode(stored, type=KnownNode)
+    types = record.slot_types if slot_types is None else slot_types
+    return msgspec.json.encode(
+        KnownNode(first_seen=record.first_seen, url=url, slot_types=types, rival=rival)
+    )
 
 
 def parse_known_node(node_id: str, value: bytes) -> FleetNode:

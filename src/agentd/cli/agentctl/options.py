@@ -500,7 +500,7 @@ def client_of(root: click.Context, *, is_of_fleet: bool, timeout_s: float = TIME
         path = options["socket_path"] if chosen == "socket_path" else socket_of(options["config"])
         address = f"{UNIX}{path}"
     if not address.startswith(UNIX):
-        token = _read_token(options["token_file"])
+        token = token_of(options["token_file"])
         return Client(url=address, token=token, timeout_s=timeout_s, retry_s=0)
     if _is_on_command_line(root, "token_file"):
         reason = "a unix socket needs no token"
@@ -508,7 +508,8 @@ def client_of(root: click.Context, *, is_of_fleet: bool, timeout_s: float = TIME
     return Client(address.removeprefix(UNIX), timeout_s=timeout_s, retry_s=0)
 
 
-def _read_token(file: str | None) -> str | None:
+def token_of(file: str | None) -> str | None:
+    """Return the token in a file; None without a file."""
     try:
         return read_regular(Path(file)).text.strip() if file else None
     except UnusableFile as error:

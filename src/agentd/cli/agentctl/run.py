@@ -236,7 +236,10 @@ class Run:
             os.write(sys.stderr.fileno(), f"agentctl: {printable(text)}\n".encode())
 
     def _start(self, subject: str, function: Callable[[], None]) -> Future[None]:
-        """Start a thread; an exception ends the run."""
+        """Start a thread, whose exception ends the run.
+
+        Threads get no signals: one that does not reach the main thread would not wake it.
+        """
 
         def call() -> None:
             try:
@@ -245,7 +248,11 @@ class Run:
                 self._events.put(error)
                 raise
 
-        return start_call(subject, call)
+        former = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+        try:
+            return start_call(subject, call)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, former)
 
     def _run_to_end(self) -> None:
         """Create the kernel, print its output, read its end, and remove it."""

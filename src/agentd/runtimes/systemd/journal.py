@@ -123,6 +123,8 @@ async def _read_entries(
                 raise RuntimeUnavailable("endless line in the output of journalctl")
             if lines:
                 yield [_parse_entry(line, query) for line in lines]
+        if status := await process.wait():  # such as a file that was vacuumed while it was read
+            raise RuntimeUnavailable(f"journalctl failed with status {status}")
     except ValueError as error:
         raise RuntimeUnavailable(f"malformed output of journalctl: {error}") from None
     finally:
