@@ -13,7 +13,7 @@ from agentd.client.calls import Call
 from agentd.errors import UnknownKernel
 
 GENERATED = ("kernel_id", "claim_id", "attempt")
-NOT_A_CALL = ("asynchronous", "execute", "open")
+NOT_A_CALL = ("asynchronous", "execute", "fetch", "open")
 METHODS = {
     name: method
     for name, method in inspect.getmembers(Client, inspect.isfunction)
