@@ -278,7 +278,9 @@ async def test_events_begin_after_the_given_id(up: Daemon) -> None:
     assert int(following["id"].rpartition("-")[2]) == int(event["id"].rpartition("-")[2]) + 1
 
 
-@pytest.mark.parametrize("line", ["wait k1", "logs -f k1", "logs -f k1 k1", "events", "top"])
+@pytest.mark.parametrize(
+    "line", ["wait k1", "logs -f k1", "logs -f k1 k1", "events", "top", "ui --print"]
+)
 async def test_signal_ends_a_follower_without_a_word(up: Daemon, line: str) -> None:
     await up.running(kernel_id="k1", command=["sh", "-c", "echo x; sleep 1000"], slots={"cpu": 0})
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -24,6 +24,7 @@ import click
 from agentd.cli.output import CommandError, print_text
 from agentd.client import Client
 from agentd.errors import Unreachable
+from agentd.program.command_line import Signalled
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -67,10 +68,11 @@ def ui(client: Client, port: int, is_printed: bool) -> None:
 async def _serve(client: AsyncClient, port: int, *, is_printed: bool) -> None:
     from aiohttp import web
 
-    done = asyncio.Event()
+    numbers = asyncio.Queue[int]()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, done.set)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            loop.add_signal_handler(number, numbers.put_nowait, number)
     async with client, contextlib.AsyncExitStack() as stack:
         await client.whoami()
         relay = Relay(client)
@@ -91,7 +93,7 @@ async def _serve(client: AsyncClient, port: int, *, is_printed: bool) -> None:
             # Some browsers run in the terminal, until they are left.
             if not await asyncio.to_thread(webbrowser.open, page.as_uri()):
                 raise CommandError("no browser could be opened", ["print the address: --print"])
-        await done.wait()
+        raise Signalled(await numbers.get())
 
 
 @contextlib.contextmanager
