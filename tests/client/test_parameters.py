@@ -13,12 +13,7 @@ from agentd.client.calls import Call
 from agentd.errors import UnknownKernel
 
 GENERATED = ("kernel_id", "claim_id", "attempt")
-NOT_A_CALL = ("asynchronous", "execute", "fetch", "open")
-METHODS = {
-    name: method
-    for name, method in inspect.getmembers(Client, inspect.isfunction)
-    if not name.startswith("_") and name not in NOT_A_CALL
-}
+METHODS = {name: method for name, method in vars(Client).items() if not name.startswith("_")}
 CALLBACKS = ("on_outage", "on_dropped")
 """They change no call; tests/client/test_following.py is about them."""
 SAMPLES: dict[str, tuple[Any, Any]] = {
