@@ -1,4 +1,4 @@
-"""What people do around the command line: nohup, pipes, full disks, signals, a daemon's restart."""
+"""Things that people do around the command line: nohup, pipes, full disks, signals, restarts."""
 
 import asyncio
 import json
@@ -194,12 +194,15 @@ async def test_daemon_restarts_in_the_middle_of_each_command(
     command = ["sh", "-c", STEPS]
     await daemon.running("agent-1", kernel_id="k", command=command, env={"GO": str(go)})
     running = {
-        "run": shell.start(f"agentctl run agent-1 -e GO={go} --id r -- sh -c '{STEPS}'"),
-        "logs": shell.start("agentctl logs -f k"),
-        "wait": shell.start("agentctl wait k"),
         "events": shell.start("exec agentctl events -o json"),
+        "wait": shell.start("agentctl wait k"),
+        "logs": shell.start("set -o pipefail; agentctl logs -f k | tee log"),
+        "run": shell.start(
+            f"set -o pipefail; agentctl run agent-1 -e GO={go} --id r -- sh -c '{STEPS}' | tee run"
+        ),
     }
-    await until(shell.kernels, {"k", "r"})
+    for file in (shell.folder / "log", shell.folder / "run"):
+        await until(lambda file=file: file.is_file() and "step 20\n" in file.read_text())
     for _ in range(2):
         await daemon.stop(number)
         await daemon.start()
