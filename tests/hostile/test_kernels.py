@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,14 +78,18 @@ async def test_endless_log_is_bounded(node, folder, what) -> None:
 async def followed(daemon: Daemon, kernel_id: str, wanted: int) -> int:
     """Follow a log until so many bytes have come, and hang up."""
     connector = aiohttp.UnixConnector(str(daemon.folder / "agentd.sock"))
-    url = f"http://agentd/v1/kernels/{kernel_id}/logs?follow=true"
-    seen = 0
-    async with aiohttp.ClientSession(connector=connector) as session, session.get(url) as response:
-        async for chunk in response.content.iter_any():
-            seen += len(chunk)
-            if seen >= wanted:
-                break
-        response.close()
+    url = f"http://agentd/v1/kernels/{kernel_id}/logs?follow=true&from="
+    seen = position = 0
+    async with aiohttp.ClientSession(connector=connector) as session:
+        while seen < wanted:
+            async with session.get(f"{url}{position}") as response:
+                position = int(response.headers["Log-Position"])
+                with suppress(aiohttp.ClientPayloadError):  # it was overtaken by a rotation
+                    async for chunk in response.content.iter_any():
+                        seen, position = seen + len(chunk), position + len(chunk)
+                        if seen >= wanted:
+                            break
+                response.close()
     return seen
 
 

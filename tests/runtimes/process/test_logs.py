@@ -169,6 +169,16 @@ async def test_a_follower_that_is_overtaken_hears_of_it(printing, tmp_path: Path
     assert read_all(tmp_path, LogQuery(from_position=10))[0] == 90
 
 
+async def test_log_that_is_not_followed_outlives_rotations(printing, tmp_path: Path) -> None:
+    output = printing(10, 3)
+    for _ in range(3):
+        output.print(b"0123456789")
+    async with open_log(tmp_path, LogQuery(), lambda: False) as log:
+        for _ in range(10):
+            output.print(b"later     ")
+        assert b"".join([chunk async for chunk in log.chunks]) == b"0123456789" * 3
+
+
 async def test_follow_misses_nothing_if_kernel_ends_meanwhile(tmp_path: Path) -> None:
     bundle = write_files(tmp_path, {0: b"first "})
 

@@ -24,6 +24,7 @@ from agentd.services.protocols import KernelLog, LogQuery, LogStream
 _CHUNK_BYTES = 64 * 1024
 POLL_S = 0.2
 """Seconds between polls of a followed file."""
+MAX_HELD_FILES = 32
 TAIL_BYTES = 16 << 20
 """Maximum bytes searched for the last lines; earlier output counts as old."""
 _FILE_NAME = re.compile(re.escape(LOG_PREFIX) + r"(\d{1,18})")
@@ -37,6 +38,8 @@ class LogReader:
         self._folder = -1
         self._file: BinaryIO | None = None
         self._file_position = -1
+        self._held: dict[int, BinaryIO] = {}
+        """The files at the time of `open`: no rotation takes them away before they are read."""
         self.position = 0
         """The position of the next byte."""
 
@@ -51,6 +54,9 @@ class LogReader:
         begin = query.from_position or 0
         if query.tail is not None:
             begin = self._find_tail(positions, end, query.tail)
+        for position in reversed(positions[-MAX_HELD_FILES:]):
+            if file := _open_file(self._path(position)):
+                self._held[position] = file
         self._seek(begin)
         return end
 
@@ -60,7 +66,8 @@ class LogReader:
     def _file_positions(self) -> list[int]:
         """Return the positions at which the existing files begin, the oldest first."""
         names = list_names(Path(f"/proc/self/fd/{self._folder}")) if self._folder >= 0 else ()
-        return sorted(int(found[1]) for name in names if (found := _FILE_NAME.fullmatch(name)))
+        existing = {int(found[1]) for name in names if (found := _FILE_NAME.fullmatch(name))}
+        return sorted(existing | self._held.keys())
 
     def _find_tail(self, positions: list[int], end: int, lines: int) -> int:
         remaining, begin = TAIL_BYTES, end
@@ -79,7 +86,8 @@ class LogReader:
     def _seek(self, position: int) -> None:
         """Go to a position, to the next one that is kept, or to the end."""
         for file_position in self._file_positions():
-            if (file := _open_file(self._path(file_position))) is None:
+            file = self._held.pop(file_position, None) or _open_file(self._path(file_position))
+            if file is None:
                 continue
             self._replace_file(file)
             self._file_position = file_position
@@ -108,6 +116,8 @@ class LogReader:
     def close(self) -> None:
         """Close the file and its folder."""
         self._replace_file(None)
+        for file in self._held.values():
+            file.close()
         if self._folder >= 0:
             os.close(self._folder)
             self._folder = -1
