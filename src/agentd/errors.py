@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from agentd.error_codes import ERROR_CODES, Scope
 
@@ -279,10 +279,10 @@ class KernelConflict(RequestError):
     code = "KernelConflict"
 
     @classmethod
-    def of_attempt(cls, kernel_id: str) -> Self:
-        """Return the refusal of a request that is equal to the one that created the kernel."""
+    def of_other(cls, kernel_id: str, other: Literal["request", "attempt"]) -> Self:
+        """Return the refusal of a create whose id is taken."""
         remedy = "use another id, or delete it"
-        return cls(f"kernel {kernel_id} exists, and another attempt created it; {remedy}")
+        return cls(f"kernel {kernel_id} exists, and another {other} created it; {remedy}")
 
 
 class ClaimConflict(RequestError):

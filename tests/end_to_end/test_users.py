@@ -116,7 +116,7 @@ CASES = {
         "for _ in 1 2; do agentctl run agent-1 --id k -- echo one; echo $?; done\n"
         "agentctl create agent-1 --id k -- echo one; echo $?",
         "one\n0\n125\n1\n",
-        "another attempt created it",
+        "created it; use another id, or delete it",
         left=("k",),
     ),
     "options of the command": Case(
@@ -194,7 +194,7 @@ async def test_daemon_restarts_in_the_middle_of_each_command(
     command = ["sh", "-c", STEPS]
     await daemon.running("agent-1", kernel_id="k", command=command, env={"GO": str(go)})
     running = {
-        "events": shell.start("exec agentctl events -o json"),
+        "events": shell.start("exec agentctl events -o json >events"),
         "wait": shell.start("agentctl wait k"),
         "logs": shell.start("set -o pipefail; agentctl logs -f k | tee log"),
         "run": shell.start(
@@ -218,13 +218,10 @@ async def test_daemon_restarts_in_the_middle_of_each_command(
             steps = [int(step) for step in re.findall(r"step (\d+)\n", out)]
             assert steps == [*range(1, len(steps) + 1)]
             assert out.endswith("over\n")
+    printed = shell.folder / "events"
+    await until(lambda: printed.read_text(), lambda text: "terminated" in text)
     running["events"].send_signal(signal.SIGINT)
-    out, err = await asyncio.to_thread(running["events"].communicate, timeout=60)
+    _, err = await asyncio.to_thread(running["events"].communicate, timeout=60)
     assert running["events"].returncode == 130, err
-    events: list[dict[str, Any]] = [json.loads(line) for line in out.splitlines()]
+    events: list[dict[str, Any]] = [json.loads(line) for line in printed.read_text().splitlines()]
     assert all(event["id"] and event["at"] for event in events if event["event"] != "reset")
-    assert any(
-        event["data"].get("kernel_id") == "k" and event["data"].get("state") == "terminated"
-        for event in events
-        if event["event"] == "kernel"
-    )

@@ -41,7 +41,8 @@ class EventHandlers:
                 return b""
             kind, content = visible
             event_id, at = self._events.event_id(event), rendering.format_time(event.at)
-            head = f"id: {event_id}\nevent: {kind}\nat: {at}\ndata: "
+            # A field that readers may not know comes first: some take it for the end of an event.
+            head = f"at: {at}\nid: {event_id}\nevent: {kind}\ndata: "
             return head.encode() + msgspec.json.encode(content) + b"\n\n"
 
         with self._streams.register(request):

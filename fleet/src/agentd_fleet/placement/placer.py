@@ -354,11 +354,10 @@ def _conflict(
 
     A caller that must not see that kernel learns only that it exists.
     """
-    kernel = f"kernel {route.kernel_id}"
     if not caller.sees(route.agent_id):
-        return KernelConflict(f"{kernel} already exists")
+        return KernelConflict(f"kernel {route.kernel_id} already exists")
     if route.request_hash != request.request_hash:
-        return KernelConflict(f"{kernel} exists on node {route.node_id} with another request")
+        return KernelConflict.of_other(route.kernel_id, "request")
     if request.attempt not in ("", route.attempt):
-        return KernelConflict.of_attempt(route.kernel_id)
+        return KernelConflict.of_other(route.kernel_id, "attempt")
     return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import math
 import os
 import queue
@@ -61,7 +62,7 @@ from agentd.errors import (
     Unreachable,
 )
 from agentd.program.exit_status import SIGNALLED, ExitStatus
-from agentd.program.standard_streams import OutputFailed
+from agentd.program.standard_streams import OutputFailed, has_left, is_pipe
 from agentd.views import KernelView
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -157,6 +158,7 @@ class Run:
         self._signalled, self._hung_up = threading.Event(), threading.Event()
         self._unsent: set[tuple[signal.Signals, bool]] = set()
         self._forwards: list[Future[None]] = []
+        self._left_count = itertools.count()
 
     def until_end(self) -> int:
         """Run the kernel, and return the exit status."""
@@ -164,6 +166,8 @@ class Run:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._on_signal)
         self._start("the kernel", self._run_to_end)
+        if is_pipe():
+            self._start("the reader", self._watch_reader)
         signals: list[signal.Signals] = []
         deadline = math.inf
         while True:
@@ -387,13 +391,22 @@ class Run:
                     raise
                 time.sleep(PAUSE_S)
             except BrokenPipeError:
-                return self._events.put(signal.SIGPIPE)
+                return self._on_reader_left()
             except OSError as error:
                 if error.errno == errno.EIO and self._hung_up.wait(HANGUP_TIMEOUT_S):
                     return None  # the terminal is gone, and its HUP is passed on
                 raise OutputFailed(error) from None
             else:
                 return None
+
+    def _watch_reader(self) -> None:
+        """Notice that the reader of the output left, also while nothing is printed."""
+        has_left(None)
+        self._on_reader_left()
+
+    def _on_reader_left(self) -> None:
+        if next(self._left_count) == 0:  # of both streams
+            self._events.put(signal.SIGPIPE)
 
     def _forward(self, number: signal.Signals, *, kills: bool) -> None:
         """Pass a signal on, unless the same one is not sent yet."""

@@ -143,9 +143,9 @@ class KernelService:
             self._planner.refuse_unsupported(spec.slots)
             if known.agent_id != spec.agent_id:
                 raise KernelConflict(f"duplicate kernel id {spec.kernel_id}")
-            raise KernelConflict(f"kernel {spec.kernel_id} exists with a different request")
+            raise KernelConflict.of_other(spec.kernel_id, "request")
         if spec.attempt not in ("", known.attempt):
-            raise KernelConflict.of_attempt(spec.kernel_id)
+            raise KernelConflict.of_other(spec.kernel_id, "attempt")
         return known
 
     def _parse(self, spec: KernelSpec, problems: Sequence[Problem]) -> ParsedRequest:
