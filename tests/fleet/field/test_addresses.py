@@ -5,6 +5,7 @@ import threading
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -76,8 +77,10 @@ async def store(tmp_path: Path) -> AsyncIterator[SqliteStore]:
     await made.close()
 
 
-async def opened(folder: Path) -> SqliteStore:
-    made = SqliteStore(folder / "fleet.sqlite", [], FleetState())
+async def opened(folder: Path, *addresses: str) -> SqliteStore:
+    nobody: Any = None
+    nodes = [(address, nobody) for address in addresses or (A, B)]
+    made = SqliteStore(folder / "fleet.sqlite", nodes, FleetState())
     await made.open()
     return made
 
@@ -160,6 +163,22 @@ RESTARTS: dict[str, tuple[list[tuple[str, NodeReading]], dict[str, Row]]] = {
     "another node at the double's": ([(B, up("n2")), (A, silent()), (B, up("n1"))],
         {"n1": READY_B, "n2": ("lost", B, f"{B} is node n1 now"), A: ("lost", A, REFUSED)}),
 }  # fmt: skip
+
+
+async def test_reason_names_an_address_that_is_no_longer_listed(tmp_path: Path) -> None:
+    """One machine at two addresses is a double; without the first it waits for a forget."""
+    store = await opened(tmp_path)
+    for address in (A, B):
+        await store.apply_reading(address, up("n1"))
+    await store._transact(partial(store._insert, store._unwritten))
+    await store.close()
+    store = await opened(tmp_path, B)
+    await store.apply_reading(B, up("n1"))
+    reason = f"{A} is not in the nodes of the settings"
+    assert listed(store) == {"n1": ("lost", A, reason), B: WAITING}
+    assert await store.forget(store._state.view.nodes["n1"])
+    assert listed(store) == {"n1": READY_B}
+    await store.close()
 
 
 @pytest.mark.parametrize("case", RESTARTS)

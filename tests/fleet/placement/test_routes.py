@@ -149,6 +149,43 @@ def test_id_on_a_healthy_node_is_freed_despite_a_frozen_one(monkeypatch) -> None
     run(1, story, monkeypatch)
 
 
+@pytest.mark.parametrize("progress", RouteProgress)
+def test_kernel_outlives_a_restored_route_to_another_node(monkeypatch, progress) -> None:
+    """The first kernel is deleted, the second runs; etcd goes back to the route of the first."""
+
+    async def story(fleet: Fleet) -> None:
+        past = msgspec.json.encode(route("k1", "n1", progress=progress)), 1
+        fleet.nodes.room["n1"] = 0
+        assert await fleet.one.create("k1", "another") == (201, "n2")
+        fleet.store.rows["k1"] = past
+        await fleet.one.placer.close()
+        await fleet.rest(150)
+        assert list(fleet.nodes.kernels["n2"]) == ["k1"]
+        assert fleet.untrue() == []
+        assert await fleet.other.delete("k1") == (204, "")
+        await fleet.rest(60)
+        assert fleet.store.rows == {}
+
+    run(1, story, monkeypatch)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_kernel_of_a_lost_route_is_surplus_if_another_runs(monkeypatch, is_frozen) -> None:
+    async def story(fleet: Fleet) -> None:
+        fleet.nodes.room["n1"] = 0
+        assert await fleet.one.create("k1") == (201, "n2")
+        fleet.store.rows["k1"] = msgspec.json.encode(route("k1", "n1")), 1
+        fleet.nodes.kernels["n1"]["k1"] = "running"
+        if is_frozen:
+            fleet.nodes.freeze("n1", 60)
+        await fleet.one.placer.close()
+        await fleet.rest(150)
+        assert list(fleet.nodes.kernels["n1"]) == ["k1"]
+        assert fleet.untrue() == []
+
+    run(1, story, monkeypatch)
+
+
 def test_pruned_kernel_blocks_no_later_create(monkeypatch) -> None:
     async def story(fleet: Fleet) -> None:
         assert (await fleet.one.create("k1"))[0] == 201

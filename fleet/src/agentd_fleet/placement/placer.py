@@ -76,6 +76,7 @@ class Placer:
         self._failed = FailedNodes()
         self._random = random.Random()  # noqa: S311 - spreads load, no secret
         self._confirming: dict[str, asyncio.Task[None]] = {}
+        self._unrouted: set[KernelRoute] = set()
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     @asynccontextmanager
@@ -310,26 +311,45 @@ class Placer:
         async with self.kernel_lock(placed.kernel_id):
             try:
                 if await self._store.put_route(placed, stored.revision) is None:
+                    self._unrouted.add(placed)
                     await self._reconcile(placed)
             except AgentdError as error:
                 log.warning("route.confirm_failed", kernel_id=placed.kernel_id, reason=str(error))
 
-    async def _reconcile(self, placed: KernelRoute) -> None:
-        """Resolve a kernel whose route was taken over during the call.
+    async def reconcile_unrouted(self) -> None:
+        """Resolve the kernels that lost their routes to others, where that is possible by now."""
+        for placed in list(self._unrouted):
+            async with self.kernel_lock(placed.kernel_id):
+                with suppress(AgentdError):
+                    await self._reconcile(placed)
 
-        If its id was freed meanwhile, the id belongs to this kernel. If the id belongs to another
-        node by now, this kernel is surplus and is removed.
+    async def _reconcile(self, placed: KernelRoute) -> None:
+        """Resolve a kernel whose route was taken over during the call, unless it is too early.
+
+        If its id was freed meanwhile, the id belongs to this kernel. If another node has a kernel
+        of the id, this one is surplus and is removed. A route to another node proves nothing:
+        a create may be in progress there, or etcd was restored and the route is of the past.
         """
-        kernel_id = placed.kernel_id
-        stored = await self._store.route(kernel_id)
-        if stored is None and await self._store.put_route(placed, 0) is None:
-            stored = await self._store.route(kernel_id)
+        path = f"/v1/kernels/{placed.kernel_id}"
+        stored = await self._store.route(placed.kernel_id)
         node = self._state.node(placed.node_id)
-        if stored is None or stored.route.node_id == placed.node_id or node is None:
+        is_routed = stored is not None and stored.route.node_id == placed.node_id
+        own = (
+            None
+            if node is None or is_routed
+            else await self._nodes.call(node, GATEWAY, "GET", path)
+        )
+        if node is None or own is None or own.is_unknown_kernel:
+            self._unrouted.discard(placed)
             return
-        path = f"/v1/kernels/{kernel_id}"
-        if not (await self._nodes.call(node, GATEWAY, "GET", path)).is_error:
-            log.warning("kernel.misplaced", kernel_id=kernel_id, node_id=placed.node_id)
+        if own.is_error or (stored is not None and stored.route.progress is RouteProgress.PLACING):
+            return
+        other = None if stored is None else await self._look_up(GATEWAY, stored)
+        if other is None:
+            if await self._store.put_route(placed, 0) is not None:
+                self._unrouted.discard(placed)
+        elif not other.is_error:
+            log.warning("kernel.misplaced", kernel_id=placed.kernel_id, node_id=placed.node_id)
             await self._nodes.call(node, GATEWAY, "DELETE", f"{path}?timeout=0")
 
     async def close(self) -> None:

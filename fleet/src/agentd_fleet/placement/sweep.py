@@ -92,6 +92,7 @@ class Sweep:
             *(check(*item) for item in routes.items()),
             *(self._probe(node) for node in self._unverified_nodes()),
         )
+        await self._placer.reconcile_unrouted()
 
     def _unverified_nodes(self) -> list[FleetNode]:
         """Return nodes that may be unreachable, those that were so at the last call first."""
