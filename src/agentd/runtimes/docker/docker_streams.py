@@ -171,7 +171,7 @@ class ContainerLog(msgspec.Struct, frozen=True):
         size = rotated_bytes = 0
         with translate_errors():
             inspection = await self.docker.call("GET", f"/containers/{self.container}/json")
-            log = inspection.get("HostConfig", {}).get("LogConfig", {})
+            log = (inspection.get("HostConfig") or {}).get("LogConfig") or {}
             if log.get("Type", LOG_DRIVER) == LOG_DRIVER:
                 options = _DEFAULT_OPTIONS | (log.get("Config") or {})
                 with suppress(ValueError):
