@@ -220,7 +220,8 @@ async def test_a_signal_reaches_the_first_process_alone(rig: Rig) -> None:
             said += f"{name}\n".encode()
             await says(rig, said)
     while await rig.runtime.signal(created.ref, signal.SIGKILL):
-        await asyncio.sleep(0.02)  # the child may have outlived it
+        await asyncio.sleep(0.02)
+    await rig.runtime.stop(created.ref, 0)  # its child may have outlived it
     assert (await rig.until_ended("k1")).ending.exit_code == 137
     for _ in range(2):
         assert not await rig.runtime.signal(created.ref, signal.SIGINT)

@@ -303,7 +303,7 @@ async def test_logs_are_read_from_positions(serving: Serving) -> None:
         answer = await daemon.call("GET", f"/v1/kernels/k1/logs?{query}")
         assert (answer.status, answer.headers["Log-Position"]) == (200, str(position)), query
         assert answer.content == output[position:], query
-    for query in ("from=-1", "from=x", "from=1&tail=1", "from=1&since=1"):
+    for query in ("from=-1", f"from={2**53}", "from=x", "from=1&tail=1", "from=1&since=1"):
         refused = await daemon.call("GET", f"/v1/kernels/k1/logs?{query}")
         assert (refused.status, refused.json["code"]) == (422, "InvalidRequest"), query
 

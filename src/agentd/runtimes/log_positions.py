@@ -8,9 +8,9 @@ first, unless older ones may have been dropped.
 from __future__ import annotations
 
 import asyncio
-import time
 from bisect import bisect_right
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -23,11 +23,10 @@ from agentd.errors import RuntimeUnavailable
 from agentd.runtimes.host.private_folder import PrivateFolder
 from agentd.services.protocols import KernelLog, LogQuery
 
-ANCHOR_BYTES, ANCHOR_PAUSE_S = 64 << 10, 10.0
-"""Distance between the newest anchors: bytes, or seconds in which less was read."""
-MAX_ANCHORS = 256
-_ANCHORS_PER_DISTANCE = 16
-"""Older anchors are fewer: the distance between two is this part of the distance to the end."""
+ANCHOR_BYTES, MAX_ANCHORS = 64 << 10, 64
+"""Distance between the newest anchors; every second one is dropped when they are too many."""
+_UNSEEN_BYTES = 1 << 20
+"""Distance from the last anchor to a position that no client has seen."""
 
 
 class LogEntry(NamedTuple):
@@ -39,33 +38,21 @@ class LogEntry(NamedTuple):
     key: str
     data: bytes
 
-    @property
-    def time(self) -> str:
-        """The time of the line."""
-        return self.key.partition(" ")[0]
-
 
 class Anchor(msgspec.Struct, frozen=True, array_like=True):
-    """A line and the position at which it begins; the oldest line that is kept if without a key."""
+    """A line and the position at which it begins; every line before it has an earlier time."""
 
     position: int
-    key: str = ""
-
-
-class _Goal(NamedTuple):
-    """The first byte to find: that of a line or a position, else the end."""
-
-    position: int | None = None
-    key: str = ""
+    key: str
 
 
 class LogSource(Protocol):
     """A kernel's log in its runtime."""
 
     def read(self, query: LogQuery, begin: str = "") -> AsyncGenerator[Sequence[LogEntry]]:
-        """Yield the entries that a query selects, from the one with the key `begin` if given.
+        """Yield the entries since a time, in the form of a query, some at a time.
 
-        They come as they are read, some at a time. If that one was dropped, they begin later.
+        Those before the key `begin` of an anchor may be left out.
         """
         ...
 
@@ -81,105 +68,47 @@ class _Saved(msgspec.Struct):
     anchors: dict[str, list[Anchor]] = {}
 
 
-class LogAnchors:
-    """The anchors of one log in one form, the oldest first; they are saved when one is added."""
+class _Notes:
+    """The anchors of one log and their file; shared by all readers, so that they count alike."""
 
-    def __init__(self, path: Path | None, log_id: str, form: str) -> None:
+    def __init__(self, path: Path, log_id: str) -> None:
         self.lock = asyncio.Lock()
-        self._path, self._log_id, self._form = path, log_id, form
-        self._anchors = self._load().anchors.get(form, [])
-        self._noted_at = time.monotonic()
+        self.is_saved = True
+        self._path, self._saved = path, _Saved(log_id)
+        with suppress(OSError):
+            saved = PrivateFolder(path.parent).read_json(path.name, _Saved)
+            if saved is not None and saved.log_id == log_id:
+                self._saved = saved
+        self.anchors = self._saved.anchors
 
-    def _load(self) -> _Saved:
-        if self._path is not None:
-            with suppress(OSError):
-                saved = PrivateFolder(self._path.parent).read_json(self._path.name, _Saved)
-                if saved is not None and saved.log_id == self._log_id:
-                    return saved
-        return _Saved(self._log_id)
-
-    @property
-    def first(self) -> Anchor | None:
-        """The oldest anchor: no line before it is kept."""
-        return self._anchors[0] if self._anchors else None
-
-    @property
-    def last(self) -> Anchor | None:
-        """The newest anchor."""
-        return self._anchors[-1] if self._anchors else None
-
-    def before(self, goal: _Goal) -> Anchor | None:
-        """Return the newest anchor that is not after a goal."""
-        index = len(self._anchors)
-        if goal.key:
-            index = bisect_right(self._anchors, goal.key, key=lambda anchor: anchor.key)
-        elif goal.position is not None:
-            index = bisect_right(self._anchors, goal.position, key=lambda anchor: anchor.position)
-        return self._anchors[index - 1] if index else None
-
-    @property
-    def positions(self) -> Mapping[str, int]:
-        """The positions of all anchors, by their keys."""
-        return {anchor.key: anchor.position for anchor in self._anchors}
-
-    def is_due(self, position: int) -> bool:
-        """Return whether a line at a position is to become an anchor."""
-        if self.last is None or position >= self.last.position + ANCHOR_BYTES:
-            return True
-        is_late = time.monotonic() - self._noted_at >= ANCHOR_PAUSE_S
-        return is_late and position > self.last.position
-
-    def add(self, anchor: Anchor) -> None:
-        """Add the newest anchor."""
-        kept = [anchor]
-        for older in reversed(self._anchors):
-            gap, distance = kept[-1].position - older.position, anchor.position - older.position
-            if _ANCHORS_PER_DISTANCE * gap >= distance:
-                kept.append(older)
-        first = [older for older in self._anchors[:1] if older not in kept[: MAX_ANCHORS - 1]]
-        self._anchors = [*first, *kept[: MAX_ANCHORS - 1][::-1]]
-        self._noted_at = time.monotonic()
-        if self._path is None:
-            return
-        saved = self._load()
-        saved.anchors[self._form] = self._anchors
-        with suppress(OSError):  # these are exact until the daemon is restarted
-            text = msgspec.json.encode(saved).decode()
-            PrivateFolder(self._path.parent).replace(self._path.name, text)
+    def save(self) -> None:
+        """Save anchors that were added."""
+        if not self.is_saved:
+            with suppress(OSError):  # these are exact until the daemon is restarted
+                text = msgspec.json.encode(self._saved).decode()
+                PrivateFolder(self._path.parent).replace(self._path.name, text)
+            self.is_saved = True
 
 
 class LogPositions:
     """The positions in the logs of a runtime's kernels."""
 
     def __init__(self) -> None:
-        self._anchors: WeakValueDictionary[tuple[Path | None, str, str], LogAnchors] = (
-            WeakValueDictionary()
-        )
-        """Shared by all readers of a log, so that they count alike."""
+        self._notes: WeakValueDictionary[tuple[Path, str], _Notes] = WeakValueDictionary()
 
     @asynccontextmanager
     async def open(
-        self, source: LogSource, query: LogQuery, path: Path | None, log_id: str
+        self, source: LogSource, query: LogQuery, path: Path, log_id: str
     ) -> AsyncIterator[KernelLog]:
         """Open a log at the position that a query selects; its anchors are in the file `path`."""
-        form = f"{'+'.join(sorted(query.streams))} timestamps={query.timestamps}"
-        key = (path, log_id, form)
-        anchors = self._anchors.get(key) or LogAnchors(path, log_id, form)
-        self._anchors[key] = anchors
-        reader = _Reader(source, replace(query, tail=None, since_ns=0), anchors)
-        async with anchors.lock:
-            begin, position = await reader.find(await _goal(source, query))
+        notes = self._notes.get((path, log_id)) or _Notes(path, log_id)
+        self._notes[path, log_id] = notes
+        reader = _Reader(source, query, notes)
+        async with notes.lock:
+            begin, position = await reader.find(query)
+            notes.save()
         async with aclosing(reader.read_bytes(begin, position)) as chunks:
             yield KernelLog(position, chunks)
-
-
-async def _goal(source: LogSource, query: LogQuery) -> _Goal:
-    """Return the first byte that a query selects."""
-    if query.tail is None and not query.since_ns:
-        return _Goal(query.from_position or 0)
-    async with aclosing(source.read(replace(query, follow=False))) as selected:
-        first = await anext(selected, None)
-    return _Goal(key=first[0].key if first else "")
 
 
 class _Dropped(RuntimeUnavailable):
@@ -189,91 +118,147 @@ class _Dropped(RuntimeUnavailable):
 class _Reader:
     """A reader of one log, which counts bytes and notes anchors."""
 
-    def __init__(self, source: LogSource, query: LogQuery, anchors: LogAnchors) -> None:
-        self._source, self._query, self._anchors = source, query, anchors
-        self._kept = replace(query, follow=False)
-        self._oldest: Anchor | None = None
-        """The oldest line that is kept, if it was looked for."""
+    def __init__(self, source: LogSource, query: LogQuery, notes: _Notes) -> None:
+        self._source, self._notes = source, notes
+        self._query = replace(query, tail=None, since_ns=0)
+        self._kept = replace(self._query, follow=False)
+        self._form = f"{'+'.join(sorted(query.streams))} timestamps={query.timestamps}"
+        self._anchors = notes.anchors.setdefault(self._form, [])
+        self._is_sorted = True
+        """Whether no line was older than one before it."""
 
-    async def find(self, goal: _Goal) -> tuple[Anchor, int]:
-        """Return the position of the first byte at the goal, and an anchor to read it from."""
-        position = None
-        if begin := self._anchors.before(goal):
-            with suppress(RuntimeUnavailable):  # the line was dropped, or its key is damaged
-                position = await self._count(begin, goal)
-        if begin is None or position is None:
-            begin = self._oldest = await self._find_oldest(goal)
-            position = await self._count(begin, goal)
-        if position is None:  # it was dropped meanwhile
-            position = begin.position
-        nearest = self._anchors.before(_Goal(position))
-        is_nearer = nearest is not None and nearest.position > begin.position
-        return nearest if nearest and is_nearer else begin, position
+    async def find(self, query: LogQuery) -> tuple[Anchor, int]:
+        """Return the position of the first byte that a query selects, and an anchor before it."""
+        key, index = "", len(self._anchors)
+        if query.since_ns:
+            async with aclosing(self._source.read(replace(query, follow=False))) as selected:
+                first = await anext(selected, None)
+            key = first[0].key if first else ""
+            query = replace(query, tail=query.tail if first else 0)
+            if key:
+                index = bisect_right(self._anchors, key, key=lambda anchor: anchor.key)
+        elif query.tail is None:
+            begin = query.from_position or 0
+            index = bisect_right(self._anchors, begin, key=lambda anchor: anchor.position)
+        back = 1
+        with suppress(RuntimeUnavailable):  # the line was dropped, or its key is damaged
+            while back <= index:
+                nearest = self._anchors[index - back]
+                if (position := await self._count(nearest, query, key)) is not None:
+                    return nearest, position
+                back *= 2
+        oldest = await self._find_oldest(query.from_position or 0)
+        position = await self._count(oldest, query, key)
+        if position is None:
+            position = oldest.position
+        if not self._is_sorted:  # an engine may not find the anchors by their times
+            return oldest, position
+        index = bisect_right(self._anchors, position, key=lambda anchor: anchor.position)
+        return self._anchors[index - 1] if index else oldest, position
 
-    async def _count(self, begin: Anchor, goal: _Goal) -> int | None:
-        """Return the position of a goal, or the end; None if its line is not there."""
-        position = begin.position
+    async def _count(self, begin: Anchor, query: LogQuery, key: str) -> int | None:
+        """Return the position of the first byte that a query selects, which may be the end.
+
+        That is the line with a key, if given. None if it is not there, or too few lines are.
+        """
+        position, starts, is_start = begin.position, deque[int](maxlen=query.tail or 0), True
+        last = query.from_position or 0 if query.tail is None and not query.since_ns else None
         async with aclosing(self._read(self._kept, begin)) as batches:
             async for entries in batches:
                 for entry in entries:
-                    if entry.key == goal.key:
-                        return position
+                    if entry.key == key:
+                        if query.tail is None:
+                            return position
+                        starts.clear()
+                        is_start, key = True, ""
+                    if is_start:
+                        starts.append(position)
                     position += len(entry.data)
-                    if goal.position is not None and position > goal.position:
-                        return max(begin.position, goal.position)
-        return None if goal.key else position
+                    is_start = entry.data.endswith(b"\n")
+                    if last is not None and position > last:
+                        return max(begin.position, last)
+                await asyncio.sleep(0)
+        if not query.tail:
+            return None if key else position
+        is_enough = len(starts) == query.tail or (query.since_ns and not key)
+        return starts[0] if is_enough else None
 
-    async def _find_oldest(self, goal: _Goal) -> Anchor:
+    async def _find_oldest(self, asked: int) -> Anchor:
         """Return the oldest line, at a position that no client has seen if it is unknown."""
-        oldest, size, positions = "", 0, self._anchors.positions
+        oldest, size = "", 0
+        known = {anchor.key: number for number, anchor in enumerate(self._anchors)}
         async with aclosing(self._source.read(self._kept)) as batches:
             async for entries in batches:
                 oldest = oldest or entries[0].key
-                if self._anchors.last is None:
+                if not known:
                     break
                 for entry in entries:
-                    if (known := positions.get(entry.key)) is not None:
-                        return Anchor(max(0, known - size), oldest)
+                    if (number := known.get(entry.key)) is not None:
+                        begin = Anchor(max(0, self._anchors[number].position - size), oldest)
+                        self._anchors[: number + (not size)] = [begin]
+                        return begin
                     size += len(entry.data)
-        if self._anchors.last is not None:
-            unseen = self._anchors.last.position + ANCHOR_BYTES
-        elif await self._source.is_whole():
-            return Anchor(0, oldest)
-        else:
-            unseen = 0
-        begin = Anchor(max(unseen, goal.position or 0) + 1, oldest)
+                await asyncio.sleep(0)
+        position = 0
+        if known or not await self._source.is_whole():
+            position = _UNSEEN_BYTES + (self._anchors[-1].position if known else 0)
+        begin = Anchor(max(position, asked + 1) if position else 0, oldest)
+        if known or begin.position > position:  # other readers go on counting from theirs
+            self._anchors = []
         if oldest:
-            self._anchors.add(begin)
+            self._anchors.append(begin)
+        if begin.position == position:  # what a caller asks for is nothing to count from
+            self._notes.anchors[self._form], self._notes.is_saved = self._anchors, False
         return begin
 
     async def _read(self, query: LogQuery, begin: Anchor) -> AsyncGenerator[Sequence[LogEntry]]:
-        """Yield entries, and note anchors.
+        """Yield entries from an anchor on, and note others.
 
         Raises:
-            _Dropped: the line to begin with was dropped.
+            _Dropped: the line of the anchor was dropped.
         """
-        position, time_before, expected = begin.position, "", begin.key
-        is_oldest = begin in (self._anchors.first, self._oldest)
-        key = "" if is_oldest else begin.key  # a clock may have been set back since its time
-        async with aclosing(self._source.read(query, key)) as batches:
-            async for entries in batches:
-                if expected not in ("", entries[0].key):
-                    raise _Dropped(f"output before {position} was dropped")
-                expected = ""
+        position, newest, awaited = begin.position, begin.key, begin.key
+        dropped = _Dropped(f"output before {position} was dropped")
+        async with aclosing(self._source.read(query, begin.key)) as batches:
+            async for batch in batches:
+                skipped = 0
+                for entry in batch if awaited else ():
+                    if entry.key == awaited:
+                        awaited = ""
+                        break
+                    if entry.key > awaited:
+                        raise dropped
+                    skipped += 1
+                if awaited:
+                    continue
+                entries = batch[skipped:]
                 for entry in entries:
-                    if self._anchors.is_due(position) and entry.time != time_before:
-                        self._anchors.add(Anchor(position, entry.key))
-                    time_before = entry.time
+                    if entry.key > newest:
+                        self._note(position, entry.key, newest)
+                        newest = entry.key
+                    elif entry.key < newest:
+                        self._is_sorted = False
                     position += len(entry.data)
                 yield entries
-        if expected:
-            raise _Dropped(f"output before {position} was dropped")
+        if awaited:
+            raise dropped
+
+    def _note(self, position: int, key: str, before: str) -> None:
+        """Note an anchor if it is due, and the first line of its time."""
+        anchors = self._anchors
+        is_due = not anchors or position >= anchors[-1].position + ANCHOR_BYTES
+        if is_due and key.partition(" ")[0] != before.partition(" ")[0]:
+            anchors.append(Anchor(position, key))
+            if len(anchors) > MAX_ANCHORS:
+                anchors[:] = [*anchors[:-1:2], anchors[-1]]
+            self._notes.is_saved = False
 
     async def read_bytes(self, begin: Anchor, first: int) -> AsyncGenerator[bytes]:
         """Yield the bytes from a position after an anchor."""
         surplus = first - begin.position
         async with aclosing(self._read(self._query, begin)) as batches:
             async for entries in batches:
+                self._notes.save()
                 data = b"".join([entry.data for entry in entries])
                 if surplus < len(data):
                     yield data[surplus:]

@@ -301,11 +301,7 @@ class Runtime(Protocol):
         ...
 
     async def signal(self, ref: KernelRef, number: int) -> bool:
-        """Send a signal to a kernel's first process, or if that has ended to all others.
-
-        Returns:
-            False if there are none.
-        """
+        """Send a signal to a kernel's first process; return False if that has ended."""
         ...
 
     async def remove(self, ref: KernelRef, *, unless_alive: bool = False) -> bool:

@@ -13,11 +13,17 @@ from agentd.services.protocols import LogQuery
 
 
 class StreamingDocker:
-    """An engine whose only answer is a stream."""
+    """An engine whose only answers are a stream, and the options of a log."""
 
-    def __init__(self, content: bytes) -> None:
-        self._content = content
+    def __init__(self, content: bytes, log: object = None, version: tuple[int, int] = (1, 42)):
+        self._content, self._log, self._version = content, log, version
         self.params: dict[str, str] = {}
+
+    async def fetch_api_version(self) -> tuple[int, ...]:
+        return self._version
+
+    async def call(self, method: str, path: str) -> object:
+        return {"HostConfig": {"LogConfig": self._log} if self._log else {}}
 
     @asynccontextmanager
     async def stream(
@@ -36,7 +42,7 @@ def frame(second: int, text: str, number: int = 1) -> bytes:
 
 
 async def read(content: bytes, query: LogQuery) -> bytes:
-    source = ContainerLog(StreamingDocker(content), "c1", 0)  # type: ignore[arg-type]
+    source = ContainerLog(StreamingDocker(content), "c1")  # type: ignore[arg-type]
     return b"".join([entry.data async for some in source.read(query) for entry in some])
 
 
@@ -71,16 +77,41 @@ async def test_cut_log_is_an_error(cut: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("time", "since"),
+    ("time", "minor", "since"),
     [
-        ("2023-11-14T22:13:20.123456789Z", "1700000000.123456789"),
-        ("2023-11-14T23:13:20.5+01:00", "1700000000.500000000"),
-        ("2023-11-14T22:13:20Z", "1700000000.000000000"),
-        ("never", "0.000000000"),
+        ("2023-11-14T22:13:20.123456789Z", 42, "1700000000.123456789"),
+        ("2023-11-14T23:13:20.5+01:00", 44, "1700000000.500000000"),
+        ("2023-11-14T22:13:20Z", 42, "1700000000.000000000"),
+        ("never", 42, "0.000000000"),
+        ("2023-11-14T22:13:20Z", 41, "0.000000000"),
     ],
 )
-async def test_log_is_read_from_the_time_of_a_line(time: str, since: str) -> None:
-    docker = StreamingDocker(b"")
-    source = ContainerLog(docker, "c1", 0)  # type: ignore[arg-type]
+async def test_log_is_read_from_the_time_of_a_line(time: str, minor: int, since: str) -> None:
+    """Engines with an older API leave out every line that is older than `since`."""
+    docker = StreamingDocker(b"", version=(1, minor))
+    source = ContainerLog(docker, "c1")  # type: ignore[arg-type]
     assert [entry async for entry in source.read(LogQuery(), f"{time} 00000000")] == []
     assert docker.params["since"] == since
+
+
+def local(**options: str) -> object:
+    return {"Type": "local", "Config": {"max-" + key: value for key, value in options.items()}}
+
+
+@pytest.mark.parametrize(
+    ("log", "lines", "is_whole"),
+    [
+        pytest.param(None, 6, True, id="options of the driver"),
+        pytest.param(local(size="300", file="2"), 6, True, id="smaller than one file"),
+        pytest.param(local(size="100", file="2"), 6, False, id="as large as one file"),
+        pytest.param(local(size="100", file="5"), 6, True, id="smaller than four files"),
+        pytest.param(local(size="9000", file="1"), 1, False, id="one file is kept"),
+        pytest.param(local(size="9000", file="1"), 0, True, id="nothing was printed"),
+        pytest.param(local(size="9k"), 1, False, id="options of another tool"),
+        pytest.param({"Type": "k8s-file", "Config": None}, 1, False, id="Podman"),
+    ],
+)
+async def test_log_is_whole_if_its_options_say_so(log: object, lines: int, is_whole: bool) -> None:
+    docker = StreamingDocker(b"".join(LINES[:lines]), log)
+    source = ContainerLog(docker, "c1")  # type: ignore[arg-type]
+    assert await source.is_whole() == is_whole

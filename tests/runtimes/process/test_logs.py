@@ -179,6 +179,21 @@ async def test_log_that_is_not_followed_outlives_rotations(printing, tmp_path: P
         assert b"".join([chunk async for chunk in log.chunks]) == b"0123456789" * 3
 
 
+@pytest.mark.parametrize(("follow", "files"), [(True, 1), (False, 5)])
+async def test_reader_holds_few_files(printing, tmp_path: Path, files: int, *, follow: bool):
+    output = printing(10, 40)
+    for _ in range(40):
+        output.print(b"0123456789")
+    before = open_logs()
+    async with open_log(tmp_path, LogQuery(follow=follow), lambda: follow):
+        assert open_logs() - before == files
+
+
+def open_logs() -> int:
+    links = [str(fd.readlink()) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]
+    return sum("/output.log" in link for link in links)
+
+
 async def test_follow_misses_nothing_if_kernel_ends_meanwhile(tmp_path: Path) -> None:
     bundle = write_files(tmp_path, {0: b"first "})
 

@@ -161,7 +161,7 @@ async def test_signal_is_for_kernels_that_run(rig: Rig) -> None:
     rig.runtime.gate.set()
     await create
     await rig.service.signal("k1", 10)
-    with pytest.raises(KernelConflict, match="no process of kernel k1 runs"):
+    with pytest.raises(KernelConflict, match="the first process of kernel k1 has ended"):
         await rig.service.signal("k1", 10)  # its end was not observed yet
     await rig.relist()
     assert rig.state.kernel("k1").ending.exit_code == 138

@@ -145,13 +145,11 @@ class SystemdManager:
             "SetUnitProperties", "sba(sv)", [unit, True, _to_variants(properties)]
         )
 
-    async def kill(
-        self, unit: str, number: int, whom: Literal["all", "all-fail", "main"] = "all"
-    ) -> bool:
+    async def kill(self, unit: str, number: int, whom: Literal["all", "main"] = "all") -> bool:
         """Send a signal to processes of a unit.
 
         Returns:
-            False if it has no main process, or with `all-fail` none at all, or does not exist.
+            False if it has no main process and that was meant, or does not exist.
         """
         with suppress(UnitRefused):
             await self._call_manager("KillUnit", "ssi", [unit, whom, number])

@@ -73,6 +73,11 @@ class DockerClient:
         self._prefix = f"/v{version['ApiVersion']}"
         return version
 
+    async def fetch_api_version(self) -> tuple[int, ...]:
+        """Return the version of the API that is used."""
+        path = await self._versioned_path("")
+        return tuple(int(part) for part in path.removeprefix("/v").split("."))
+
     async def call(
         self,
         method: str,

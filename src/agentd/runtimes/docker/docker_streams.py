@@ -13,7 +13,7 @@ import aiohttp
 import msgspec
 
 from agentd.core.names import name_or_empty
-from agentd.runtimes.docker.container_config import KERNEL_LABEL, NODE_LABEL
+from agentd.runtimes.docker.container_config import KERNEL_LABEL, LOG_DRIVER, NODE_LABEL
 from agentd.runtimes.docker.docker_client import DockerClient, parse_container_id
 from agentd.runtimes.docker.docker_errors import DockerResponseLost
 from agentd.runtimes.docker.error_translation import errors_as_unavailable, translate_errors
@@ -24,6 +24,10 @@ SILENCE_S = 10.0
 """Seconds of silence before the engine is probed, and seconds that it has to answer."""
 _MAX_LINE_BYTES, _CHUNK_BYTES = 8 << 20, 64 << 10
 _RECENT_LINES = 4096
+_SEEKS_SINCE = (1, 42)
+"""Versions of the API whose `since` ends at the first line that is not older; it was a filter."""
+_DEFAULT_OPTIONS = {"max-size": str(20 << 20), "max-file": "5"}
+"""The options of the driver `local` that a container does not set."""
 DESTROY = "destroy"
 CREATE_ACTIONS = ("create", "start")
 _OBSERVED_ACTIONS = {
@@ -123,11 +127,10 @@ def _parse_event(line: bytes) -> ContainerEvent | None:
 
 
 class ContainerLog(msgspec.Struct, frozen=True):
-    """A container's log; an engine that has written `rotated_bytes` may have dropped its head."""
+    """A container's log."""
 
     docker: DockerClient
     container: str
-    rotated_bytes: int
 
     async def read(self, query: LogQuery, begin: str = "") -> AsyncGenerator[Sequence[LogEntry]]:
         """Yield lines, or parts of long ones.
@@ -135,11 +138,13 @@ class ContainerLog(msgspec.Struct, frozen=True):
         Raises:
             RuntimeUnavailable: the engine does not answer, or stopped answering.
         """
-        since_ns = _nanoseconds(begin.partition(" ")[0]) if begin else query.since_ns
+        since_ns = query.since_ns
+        with translate_errors():
+            if begin and await self.docker.fetch_api_version() >= _SEEKS_SINCE:
+                since_ns = _nanoseconds(begin.partition(" ")[0])
         params = {
             **{stream.value: str(int(stream in query.streams)) for stream in LogStream},
             "follow": str(int(query.follow)),
-            "tail": "all" if query.tail is None else str(query.tail),
             "timestamps": "1",
             "since": f"{since_ns // 10**9}.{since_ns % 10**9:09d}",
         }
@@ -159,15 +164,22 @@ class ContainerLog(msgspec.Struct, frozen=True):
     async def is_whole(self) -> bool:
         """Return whether the log is too small to have been rotated, as far as that shows.
 
-        With times and frames it has more bytes here than in the engine's files.
+        With times and frames it has more bytes here than in the engine's files. If one file is
+        kept, as by the drivers of Podman, every log with a line may have had others.
         """
         params = {"stdout": "1", "stderr": "1", "timestamps": "1"}
-        size = 0
+        size = rotated_bytes = 0
         with translate_errors():
+            inspection = await self.docker.call("GET", f"/containers/{self.container}/json")
+            log = (inspection.get("HostConfig") or {}).get("LogConfig") or {}
+            if log.get("Type", LOG_DRIVER) == LOG_DRIVER:
+                options = _DEFAULT_OPTIONS | (log.get("Config") or {})
+                with suppress(ValueError):
+                    rotated_bytes = int(options["max-size"]) * (int(options["max-file"]) - 1)
             async with self.docker.stream("GET", self._path, params) as stream:
                 while chunk := await stream.readany():
                     size += len(chunk)
-                    if 0 < self.rotated_bytes <= size:
+                    if size >= rotated_bytes:
                         return False
         return True
 

@@ -13,7 +13,7 @@ import math
 import re
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, suppress
 from datetime import UTC, datetime
 from functools import partial
@@ -138,12 +138,9 @@ class DockerRuntime:
         settings: DockerSettings,
         last_seen: OutageLog | None = None,
         own_settings: Mapping[str, DockerSettings] | None = None,
-        folder: Path | None = None,
+        folder: Path = Path(),
     ) -> None:
-        """Create the runtime; `own_settings` are those of agents with means of their own.
-
-        The positions of logs survive a restart if there is a folder for them.
-        """
+        """Create the runtime; `own_settings` are those of agents with means of their own."""
         self._node_id = node_id
         self._settings = settings
         self._own_settings = own_settings or {}
@@ -442,23 +439,18 @@ class DockerRuntime:
                 if error.status != CONFLICT or not unless_alive:
                     raise
                 return False
-        if file := self._positions_file(ref):
-            with suppress(OSError):
-                file.unlink(missing_ok=True)
+        with suppress(OSError):
+            self._positions_file(ref.kernel_id).unlink()
         return True
-
-    def _forget_positions(self, kept: Collection[str]) -> None:
-        """Remove the files of kernels that were removed meanwhile."""
-        for file in self._folder.glob(f"*{_POSITIONS}") if self._folder else ():
-            if file.name.removesuffix(_POSITIONS) not in kept:
-                with suppress(OSError):
-                    file.unlink()
 
     async def list_kernels(self) -> Listing:
         listing = await self._observer.list_kernels()
         self._last_seen.update()
         if not self._is_swept:
-            self._forget_positions({kernel.kernel_id for kernel in listing.kernels})
+            kept = {self._positions_file(kernel.kernel_id) for kernel in listing.kernels}
+            for file in set(self._folder.glob(f"*{_POSITIONS}")) - kept:
+                with suppress(OSError):
+                    file.unlink()
             containers = [kernel.ref.handle for kernel in listing.kernels if kernel.ref.handle]
             sweep = partial(kill_orphaned_execs, self._node_id, containers)
             with suppress(RuntimeUnavailable):  # the environment of a stuck process
@@ -513,11 +505,9 @@ class DockerRuntime:
 
     def logs(self, ref: KernelRef, query: LogQuery) -> AbstractAsyncContextManager[KernelLog]:
         container = self._container_reference(ref)
-        settings = self._settings
-        source = ContainerLog(
-            self._docker, container, settings.log_max_size * (settings.log_max_files - 1)
-        )
-        return self._positions.open(source, query, self._positions_file(ref), container)
+        source = ContainerLog(self._docker, container)
+        file = self._positions_file(ref.kernel_id)
+        return self._positions.open(source, query, file, container)
 
-    def _positions_file(self, ref: KernelRef) -> Path | None:
-        return self._folder / f"{ref.kernel_id}{_POSITIONS}" if self._folder else None
+    def _positions_file(self, kernel_id: str) -> Path:
+        return self._folder / f"{kernel_id}{_POSITIONS}"

@@ -299,14 +299,14 @@ class KernelProcesses:
             with suppress(ProcessLookupError):
                 os.killpg(leader.pid, signal.SIGTERM)
             return
-        self.signal(signal.SIGTERM)
+        for process in self.members():
+            process.signal(signal.SIGTERM)
 
     def signal(self, number: int) -> bool:
-        """Signal the command, or if it has ended the remaining processes; False if none is left."""
-        targets = self.members() if (leader := self._leader) is None else [leader]
-        for process in targets:
-            process.signal(number)
-        return bool(targets)
+        """Signal the command; False if it has ended."""
+        if leader := self._leader:
+            leader.signal(number)
+        return leader is not None
 
     async def kill(self, alive: Collection[Proc]) -> None:
         """Kill these processes and those that they start meanwhile.

@@ -24,7 +24,7 @@ from agentd.services.protocols import KernelLog, LogQuery, LogStream
 _CHUNK_BYTES = 64 * 1024
 POLL_S = 0.2
 """Seconds between polls of a followed file."""
-MAX_HELD_FILES = 32
+MAX_HELD_FILES = 4
 TAIL_BYTES = 16 << 20
 """Maximum bytes searched for the last lines; earlier output counts as old."""
 _FILE_NAME = re.compile(re.escape(LOG_PREFIX) + r"(\d{1,18})")
@@ -39,7 +39,7 @@ class LogReader:
         self._file: BinaryIO | None = None
         self._file_position = -1
         self._held: dict[int, BinaryIO] = {}
-        """The files at the time of `open`: no rotation takes them away before they are read."""
+        """The newest files at `open`, if not followed: a rotation does not take them away."""
         self.position = 0
         """The position of the next byte."""
 
@@ -54,7 +54,7 @@ class LogReader:
         begin = query.from_position or 0
         if query.tail is not None:
             begin = self._find_tail(positions, end, query.tail)
-        for position in reversed(positions[-MAX_HELD_FILES:]):
+        for position in () if query.follow else positions[-MAX_HELD_FILES:]:
             if file := _open_file(self._path(position)):
                 self._held[position] = file
         self._seek(begin)

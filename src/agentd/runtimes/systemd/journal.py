@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from datetime import UTC, datetime
 
@@ -49,7 +49,7 @@ class JournalSource(msgspec.Struct, frozen=True):
 
     async def read(self, query: LogQuery, begin: str = "") -> AsyncGenerator[Sequence[LogEntry]]:
         """Yield the requested lines; a followed log ends with the unit."""
-        options = [f"--lines={'all' if query.tail is None else query.tail}"]
+        options = ["--lines=all"]
         if begin:
             options.append(f"--cursor={begin.partition(' ')[2]}")
         elif query.since_ns:
@@ -61,7 +61,7 @@ class JournalSource(msgspec.Struct, frozen=True):
                     options = [f"--after-cursor={entries[-1].key.partition(' ')[2]}", "--lines=all"]
                     yield entries
         await _flush(self)
-        async with aclosing(_read_entries(self, [*options, *self.matches], query)) as remaining:
+        async with aclosing(_read_entries(self, options, query)) as remaining:
             async for entries in remaining:
                 yield entries
 
@@ -69,7 +69,7 @@ class JournalSource(msgspec.Struct, frozen=True):
         self, options: Sequence[str], query: LogQuery
     ) -> AsyncGenerator[Sequence[LogEntry]]:
         """Yield lines until the unit has ended; the last ones may be missing."""
-        entries = _read_entries(self, [*options, "--follow", *self.matches], query)
+        entries = _read_entries(self, [*options, "--follow"], query)
         end_task = asyncio.ensure_future(self.wait_ended())
         try:
             while True:
@@ -90,21 +90,40 @@ class JournalSource(msgspec.Struct, frozen=True):
             await entries.aclose()
 
     async def is_whole(self) -> bool:
-        """Return whether the journal has older lines of others, so it has dropped none of these."""
-        oldest = []
-        for matches in (self.matches, []):
-            options = ["--lines=all", *matches]
-            async with aclosing(_read_entries(self, options, LogQuery())) as entries:
-                oldest.append(await anext(entries, None))
-        own, others = oldest
-        return own is None or others is None or others[0].key < own[0].key
+        """Return whether the journal has an older line of the same user, so it dropped none here.
+
+        journald keeps the lines of each user in files of their own, and drops whole files.
+        """
+        own = await self._oldest(self.matches)
+        if own is None:
+            return True
+        return await self._oldest([f"_UID={own.get('_UID')}"]) not in (None, own)
+
+    async def _oldest(self, matches: Sequence[str]) -> Mapping[str, object] | None:
+        async with aclosing(_read_records(self, ["--lines=all", *matches])) as records:
+            first = await anext(records, None)
+        return first[0] if first else None
 
 
 async def _read_entries(
     source: JournalSource, options: Sequence[str], query: LogQuery
 ) -> AsyncGenerator[Sequence[LogEntry]]:
+    async with aclosing(_read_records(source, [*options, *source.matches])) as batches:
+        async for records in batches:
+            yield [
+                LogEntry(
+                    f"{record['__REALTIME_TIMESTAMP']:>020} {record['__CURSOR']}",
+                    _format_line(record, query),
+                )
+                for record in records
+            ]
+
+
+async def _read_records(
+    source: JournalSource, options: Sequence[str]
+) -> AsyncGenerator[Sequence[Mapping[str, object]]]:
     command = ["journalctl", "--quiet", "--no-pager", "--all", "--output=json",
-               "--output-fields=MESSAGE", *source.journal, *options]  # fmt: skip
+               "--output-fields=MESSAGE,_UID", *source.journal, *options]  # fmt: skip
     try:
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -122,7 +141,7 @@ async def _read_entries(
             if len(unread) > _MAX_BYTES:
                 raise RuntimeUnavailable("endless line in the output of journalctl")
             if lines:
-                yield [_parse_entry(line, query) for line in lines]
+                yield [json.loads(line) for line in lines]
         if status := await process.wait():  # such as a file that was vacuumed while it was read
             raise RuntimeUnavailable(f"journalctl failed with status {status}")
     except ValueError as error:
@@ -133,13 +152,7 @@ async def _read_entries(
         await process.wait()
 
 
-def _parse_entry(line: bytes, query: LogQuery) -> LogEntry:
-    entry = json.loads(line)
-    key = f"{entry['__REALTIME_TIMESTAMP']:>020} {entry['__CURSOR']}"
-    return LogEntry(key, _format_line(entry, query))
-
-
-def _format_line(entry: dict[str, object], query: LogQuery) -> bytes:
+def _format_line(entry: Mapping[str, object], query: LogQuery) -> bytes:
     """Return a line as it was printed, after its time if requested."""
     message = entry.get("MESSAGE")
     text = str(message or "").encode()

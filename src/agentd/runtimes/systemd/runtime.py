@@ -246,8 +246,8 @@ class SystemdRuntime:
             await changes.aclose()
 
     async def signal(self, ref: KernelRef, number: int) -> bool:
-        unit, kill = unit_name(self._node_id, ref.kernel_id), self._manager.kill
-        return await kill(unit, number, "main") or await kill(unit, number, "all-fail")
+        unit = unit_name(self._node_id, ref.kernel_id)
+        return await self._manager.kill(unit, number, "main")
 
     async def remove(self, ref: KernelRef, *, unless_alive: bool = False) -> bool:
         unit = unit_name(self._node_id, ref.kernel_id)

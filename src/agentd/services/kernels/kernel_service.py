@@ -302,15 +302,14 @@ class KernelService:
 
         Raises:
             UnknownKernel: the kernel does not exist.
-            KernelConflict: it does not run.
+            KernelConflict: it does not run, or its first process does not.
             RuntimeUnavailable: the runtime does not answer.
         """
         kernel = self._state.kernel(kernel_id)
-        is_live = kernel.state in LIVE and kernel.state is not KernelState.PAUSED
-        if not is_live:
+        if kernel.state not in LIVE or kernel.state is KernelState.PAUSED:
             raise KernelConflict(f"kernel {kernel_id} is {kernel.state}, expected running")
         if not await self._runtime_of(kernel).signal(kernel.ref, number):
-            raise KernelConflict(f"no process of kernel {kernel_id} runs")
+            raise KernelConflict(f"the first process of kernel {kernel_id} has ended")
 
     async def remove(
         self, kernel_id: str, timeout_s: float | None = None, *, expected: Kernel | None = None

@@ -39,9 +39,10 @@ class EndReads:
     def note(self, kernel: Kernel, caller: Caller) -> None:
         """Note that a caller was answered with a kernel; only its creator counts."""
         is_creator = (caller.name, caller.uid) == (kernel.created_by, kernel.creator_uid)
-        if kernel.removes and is_creator and kernel.state in ENDED:
-            self._due_at.setdefault(kernel.kernel_id, self._steady() + REMOVE_DELAY_S)
-            self.wake()
+        is_noted = kernel.kernel_id in self._due_at
+        if kernel.removes and is_creator and kernel.state in ENDED and not is_noted:
+            self._due_at[kernel.kernel_id] = self._steady() + REMOVE_DELAY_S
+            asyncio.get_running_loop().call_later(REMOVE_DELAY_S, self.wake)
 
     def forget(self, kernel_id: str) -> None:
         """Forget a kernel that was removed, or runs again."""
@@ -50,18 +51,13 @@ class EndReads:
     def is_due(self, kernel_id: str) -> bool:
         return kernel_id in self._due_at and self._due_at[kernel_id] <= self._steady()
 
-    def next_s(self, maximum: float) -> float:
-        """Return the seconds until another kernel is due, or the maximum."""
-        now = self._steady()
-        return min([maximum, *(at - now for at in self._due_at.values() if at > now)])
-
     def wake(self) -> None:
         """End the wait for the next kernel."""
         self._wake.set()
 
     async def wait(self, maximum_s: float) -> None:
-        """Wait until another kernel is due, or for `wake`, or the maximum."""
-        await wait_event(self._wake, self.next_s(maximum_s))
+        """Wait until another kernel may be due, or for `wake`, or the maximum."""
+        await wait_event(self._wake, maximum_s)
         self._wake.clear()
 
 
