@@ -20,9 +20,11 @@ from agentd.cli.agentctl import completion
 from agentd.cli.agentctl.options import CommandLine, pairs
 from agentd.cli.output import CommandError
 from agentd.client import Client
+from agentd.client.calls import Call
 from agentd.client.defaults import CHUNK
 from agentd.concurrency import start_call
 from agentd.core.kernel.exec_spec import STDERR
+from agentd.errors import AgentdError, Unreachable
 from agentd.program.command_line import ENDING_SIGNALS, Signalled, handled_signals
 from agentd.program.standard_streams import is_ready, write_output
 
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 FORWARDED_SIGNALS = (*ENDING_SIGNALS, signal.SIGUSR1, signal.SIGUSR2)
+RESPONSE_TIMEOUT_S = 5.0
+"""Seconds without an answer of the daemon, after one that asks for an end, that end the exec."""
 FINAL_SIGNALS, FINAL_TIMEOUT_S = (signal.SIGHUP, signal.SIGTERM), 5.0
 """Signals that end an exec on a raw terminal, at the latest after so many seconds: shells on one
 ignore TERM."""
@@ -83,20 +87,23 @@ async def _run_exec(
 ) -> int:
     is_terminal = options["tty"]
     async with client, client.exec(kernel, command, **options) as running:
-        terminal, numbers = CallerTerminal(), asyncio.Queue[signal.Signals]()
+        terminal, numbers = CallerTerminal(), asyncio.Queue[int]()
         handled = (*FORWARDED_SIGNALS, signal.SIGWINCH) if is_terminal else FORWARDED_SIGNALS
-        call_soon = asyncio.get_running_loop().call_soon_threadsafe
-
-        def put(number: int) -> None:
-            call_soon(numbers.put_nowait, signal.Signals(number))
-
-        with terminal, handled_signals(handled, put, terminal.restore):
+        loop = asyncio.get_running_loop()
+        with (
+            terminal,
+            handled_signals(
+                handled,
+                lambda number: loop.call_soon_threadsafe(numbers.put_nowait, number),
+                terminal.restore,
+            ),
+        ):
             is_raw = is_terminal and is_interactive and os.isatty(STDIN)
             if is_raw:
                 terminal.make_raw()
             if is_terminal:
                 numbers.put_nowait(signal.SIGWINCH)
-            signals = _forward_signals(running, numbers, is_raw=is_raw)
+            signals = _forward_signals(client, running, numbers, is_raw=is_raw)
             await _print_output_beside(running, signals, _forward_input(running, is_interactive))
     return running.exit_code or 0
 
@@ -172,28 +179,36 @@ def _read_input() -> bytes:
 
 
 async def _forward_signals(
-    running: Execution, numbers: asyncio.Queue[signal.Signals], *, is_raw: bool
+    client: AsyncClient, running: Execution, numbers: asyncio.Queue[int], *, is_raw: bool
 ) -> None:
     """Forward signals, and the size of the terminal.
 
     Raises:
-        Signalled: one that ends the command on a raw terminal did not.
+        Signalled: the daemon does not answer, or the command stays on a raw terminal.
     """
-    final = None
+    async with asyncio.TaskGroup() as checks:
+        while True:
+            number = await numbers.get()
+            if number in ENDING_SIGNALS:
+                is_final = is_raw and number in FINAL_SIGNALS
+                checks.create_task(_end_in_time(client, number, is_final=is_final))
+            with contextlib.suppress(ConnectionError):
+                if number != signal.SIGWINCH:
+                    await running.send_signal(signal.Signals(number).name.removeprefix("SIG"))
+                elif (size := _terminal_size()) is not None:
+                    await running.resize(*size)
+
+
+async def _end_in_time(client: AsyncClient, number: int, *, is_final: bool) -> None:
+    if is_final:
+        await asyncio.sleep(FINAL_TIMEOUT_S)
+        raise Signalled(number)
     try:
-        async with asyncio.timeout(None) as limit:
-            while True:
-                number = await numbers.get()
-                if is_raw and final is None and number in FINAL_SIGNALS:
-                    final = number
-                    limit.reschedule(asyncio.get_running_loop().time() + FINAL_TIMEOUT_S)
-                with contextlib.suppress(ConnectionError):
-                    if number != signal.SIGWINCH:
-                        await running.send_signal(number.name.removeprefix("SIG"))
-                    elif (size := _terminal_size()) is not None:
-                        await running.resize(*size)
-    except TimeoutError:
-        raise Signalled(final or 0) from None
+        await client.execute(Call("GET", "/v1/whoami"), timeout_s=RESPONSE_TIMEOUT_S)
+    except Unreachable:
+        raise Signalled(number) from None
+    except AgentdError:  # an answer, too
+        return
 
 
 def _terminal_size() -> tuple[int, int] | None:
