@@ -35,8 +35,9 @@ TIMEOUT_REPEAT_S = 30.0
 OF_OTHER_TARGETS = {"tests/node": "test-node", "tests/engines": "test-engines"}
 """The tests of these folders are skipped by all targets but one."""
 
-# A shell without job control ignores it in `make test &`, and programs of the tests would, too.
+# A shell without job control ignores both in `make test &`, and programs of the tests would, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 os.environ.setdefault("AGENTD_SEED", str(random.SystemRandom().randrange(10**6)))
 # Agentds of one host share locks; those that tests start do not share this machine's.
 _run_folder = tempfile.TemporaryDirectory(prefix="agentd-run-")

@@ -230,7 +230,6 @@ def effects_of(
             lambda client, call, timeout_s=None: recorder.open(client, call, timeout_s),
         ),
         (agentctl_exec, "_run_exec", recorder.async_recorder("exec", 0)),
-        (Run, "_watch", lambda _: None),
         (Run, "_print_output", lambda _: None),
         (
             importlib.import_module("agentd.cli.agentctl.ui"),

@@ -93,6 +93,8 @@ class ScriptedNode:
         self.called = asyncio.Condition()
         self.log: Sequence[bytes] = ()
         """Standard output of the kernel; the log ends when the kernel does."""
+        self.refused: dict[str, str] = {}
+        """Error codes of the answers to the logs of streams."""
         self.ends_of = {"TERM", "stop"}
         """Signals and calls that end the kernel."""
         self.ended = asyncio.Event()
@@ -153,10 +155,13 @@ class ScriptedNode:
         return web.json_response(self.kernel)
 
     async def logs(self, request: web.Request) -> web.StreamResponse:
+        code = self.refused.get(request.query["stream"])
+        if code is not None:
+            return web.json_response({"code": code, "detail": "no"}, status=400)
         response = web.StreamResponse(headers={"Log-Position": "0"})
         await response.prepare(request)
         if request.query.get("follow") == "true":
-            for chunk in self.log if request.query["stream"] == "stdout" else ():
+            for chunk in self.log if request.query["stream"] != "stderr" else ():
                 await response.write(chunk)
             await self.ended.wait()
         return response

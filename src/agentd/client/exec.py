@@ -12,7 +12,6 @@ import aiohttp
 
 from agentd.client.defaults import CHUNK
 from agentd.client.errors import error_from_response
-from agentd.concurrency import wait_event
 from agentd.errors import Refused, Unreachable
 
 CLOSE_TIMEOUT_S = 2.0
@@ -74,33 +73,19 @@ class Execution:
         self._address = address
         self.exit_code: int | None = None
         """The exit code, None until the command has ended; 128 plus the number of a signal."""
-        self.is_reading = True
-        """Whether frames are read; none is while the caller is busy with the last one."""
-        self._has_frame = asyncio.Event()
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, bytes]]:
         reason = "the connection ended before the command did"
         try:
             async for frame in read_frames(self._websocket):
-                self._has_frame.set()
                 if frame.type is aiohttp.WSMsgType.BINARY and frame.data:
-                    self.is_reading = False
                     yield frame.data[0], frame.data[1:]
-                    self.is_reading = True
                 elif frame.type is aiohttp.WSMsgType.TEXT:
                     self.exit_code = _parse_exit_code(frame.data)
                     return
         except (TimeoutError, ConnectionError) as error:
             reason = str(error) or reason
         raise Unreachable(f"{self._address}: {reason}")
-
-    async def has_frame(self, seconds: float) -> bool:
-        """Wait for a frame for a limited time, and return whether one was read.
-
-        The daemon sends one each second while the command runs, even if it prints nothing.
-        """
-        self._has_frame.clear()
-        return await wait_event(self._has_frame, seconds)
 
     async def write(self, data: bytes) -> None:
         """Write input; returns when there is room for more."""

@@ -150,7 +150,7 @@ class BlockingTransport:
         Raises:
             AgentdError: the daemon refused, or cannot be reached.
         """
-        deadline = time.monotonic() + self._retry_s
+        deadline = time.monotonic() + min(self._retry_s, timeout_s or self._retry_s)
         while True:
             try:
                 response = self.open(call, timeout_s)

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -29,8 +29,10 @@ from agentd.program.standard_streams import (
     prepare_streams,
 )
 
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that ask for an end."""
 MAX_SIGNALS = 3
-"""Signals after which a process ends at once, whatever it is doing."""
+"""Such signals after which a process ends at once, whatever it is doing."""
 
 
 class Signalled(BaseException):
@@ -51,7 +53,7 @@ class Program(CommandGroup):
         """Run a command and end the process."""
         prepare_streams()
         try:
-            with _ended_by(self.ending_signals):
+            with handled_signals(self.ending_signals, _end_command):
                 self._run(*args, **settings)
         except Signalled as end:
             discard_output()
@@ -75,16 +77,22 @@ class Program(CommandGroup):
 
 
 @contextlib.contextmanager
-def _ended_by(numbers: Sequence[int]) -> Iterator[None]:
-    """Raise `Signalled` for these signals; those that the caller ignores stay ignored."""
+def handled_signals(
+    numbers: Sequence[int], handle: Callable[[int], object], leave: Callable[[], object] = bool
+) -> Iterator[None]:
+    """Handle signals; the third that asks for an end ends the process at once, after `leave`.
+
+    Those that the caller ignores stay ignored.
+    """
     count = 0
 
-    def on_signal(number: int, _: FrameType | None) -> NoReturn:
+    def on_signal(number: int, _: FrameType | None) -> None:
         nonlocal count
-        count += 1
-        if count >= MAX_SIGNALS:
+        count += number in ENDING_SIGNALS
+        if number in ENDING_SIGNALS and count >= MAX_SIGNALS:
+            leave()
             os._exit(SIGNALLED + number)
-        raise Signalled(number)
+        handle(number)
 
     before = {}
     if threading.current_thread() is threading.main_thread():
@@ -96,6 +104,10 @@ def _ended_by(numbers: Sequence[int]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _end_command(number: int) -> NoReturn:
+    raise Signalled(number)
 
 
 @contextlib.contextmanager

@@ -48,18 +48,34 @@ class _Descriptor(io.RawIOBase):
         return True
 
     def write(self, data: ReadableBuffer, /) -> int:
-        while self.failure is None:
+        if self.failure is None:
             try:
-                return os.write(self._descriptor, data)
-            except BlockingIOError:  # another program made the shared pipe or terminal non-blocking
-                poll = select.poll()
-                poll.register(self._descriptor, select.POLLOUT)
-                poll.poll()
+                write_all(self._descriptor, data)
             except OSError as error:
                 self.failure = OutputFailed(error)
                 if self._is_raising:
                     raise self.failure from None
         return memoryview(data).nbytes
+
+
+def write_all(descriptor: int, data: ReadableBuffer) -> None:
+    """Write data past the buffers.
+
+    Another program may have made the shared pipe or terminal non-blocking.
+    """
+    rest = memoryview(data)
+    while rest:
+        try:
+            rest = rest[os.write(descriptor, rest) :]
+        except BlockingIOError:
+            is_ready(descriptor, select.POLLOUT)
+
+
+def is_ready(descriptor: int, event: int, timeout_ms: int | None = None) -> bool:
+    """Return whether an event of poll(2), or an error, comes within this time; None is for ever."""
+    poll = select.poll()
+    poll.register(descriptor, event)
+    return bool(poll.poll(timeout_ms))
 
 
 def prepare_streams() -> None:
@@ -128,6 +144,4 @@ def is_pipe() -> bool:
 
 def has_left(timeout_ms: int | None) -> bool:
     """Return whether the reader of standard output leaves within this time; None is for ever."""
-    poll = select.poll()
-    poll.register(1, 0)
-    return bool(poll.poll(timeout_ms))
+    return is_ready(1, 0, timeout_ms)

@@ -160,6 +160,29 @@ async def test_wait_times_out_in_an_outage(folder: Path) -> None:
     assert done.stderr.endswith("agentctl: not ended: k1\n")
 
 
+async def test_wait_of_many_kernels_asks_a_silent_node_once(folder: Path) -> None:
+    """The calls share `--timeout`, instead of a second for each of them."""
+    asked: list[str] = []
+    released = asyncio.Event()
+
+    async def show(request: web.Request) -> web.Response:
+        asked.append(request.match_info["kernel"])
+        if len(asked) > 4:
+            await released.wait()
+        return web.json_response({"kernel_id": "k", "state": "running"})
+
+    app = web.Application()
+    app.router.add_get("/v1/kernels/{kernel}", show)
+    runner = web.AppRunner(app, shutdown_timeout=0)
+    await runner.setup()
+    await web.UnixSite(runner, str(folder / "agentd.sock")).start()
+    done = await Agentctl(folder, "wait --timeout 1.5 k1 k2 k3 k4").done()
+    released.set()
+    await runner.cleanup()
+    assert (done.status, asked) == (3, ["k1", "k2", "k3", "k4", "k1"])
+    assert done.stderr.endswith("agentctl: not ended: k1, k2, k3, k4\n")
+
+
 @pytest.mark.parametrize("line", ["wait k1", "logs -f k1", "logs -f k1 k2", "top", "events"])
 async def test_daemon_that_was_never_there_is_not_waited_for(folder: Path, line: str) -> None:
     done = await Agentctl(folder, line).done()

@@ -72,6 +72,7 @@ async def test_output_that_fails_leaves_the_kernel(
     assert done.stderr.startswith(f"agentctl: the output cannot be written: {reason}; kernel k1 ")
     assert done.stderr.count("\n") == 1
     assert "agentctl logs k1" in done.stderr
+    assert "agentctl wait" not in done.stderr, "the node deletes it after its end was read"
     assert node.calls == ["create"]
 
 
@@ -94,6 +95,33 @@ async def test_output_of_an_ended_kernel_is_not_removed(node: ScriptedNode, fold
     done = await Agentctl(folder, *words, stdout=output).done()
     os.close(output)
     assert (done.status, node.calls) == (74, ["create"])
+
+
+UNREADABLE = {
+    "errors": ({"stderr": "Forbidden"}, "Forbidden"),
+    "output": ({"stdout": "Refused"}, "Refused"),
+    "joined streams": (dict.fromkeys(("stdout", "stderr", "both"), "InvalidRequest"), "Invalid"),
+}
+
+
+@pytest.mark.parametrize(("refused", "code"), UNREADABLE.values(), ids=UNREADABLE)
+async def test_output_that_cannot_be_read_is_left_with_its_kernel(
+    node: ScriptedNode, folder: Path, refused: dict[str, str], code: str
+) -> None:
+    node.ended.set()
+    node.refused = refused
+    words = ("run", "agent-1", "--id", "k1", "--rm", "--", "true")
+    done = await Agentctl(folder, *words).done()
+    assert (done.status, node.calls) == (125, ["create"])
+    assert f"agentctl: {code}" in done.stderr
+    assert "kernel k1 may run: agentctl logs k1, agentctl stop k1\n" in done.stderr
+
+
+async def test_joined_streams_are_printed_once(node: ScriptedNode, folder: Path) -> None:
+    node.ended.set()
+    node.refused = dict.fromkeys(("stdout", "stderr"), "InvalidRequest")
+    done = await Agentctl(folder, "run", "agent-1", "--id", "k1", "--", "true").done()
+    assert done == (0, MANY.decode(), "")
 
 
 async def test_non_blocking_output_is_waited_for(node: ScriptedNode, folder: Path) -> None:

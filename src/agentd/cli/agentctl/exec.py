@@ -10,9 +10,8 @@ import signal
 import sys
 import termios
 import tty
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -23,27 +22,23 @@ from agentd.cli.output import CommandError
 from agentd.client import Client
 from agentd.client.calls import Call
 from agentd.client.defaults import CHUNK
-from agentd.client.paths import api_path
 from agentd.concurrency import start_call
 from agentd.core.kernel.exec_spec import STDERR
 from agentd.errors import AgentdError, Unreachable
-from agentd.program.command_line import MAX_SIGNALS, Signalled
-from agentd.program.exit_status import SIGNALLED
-from agentd.program.standard_streams import write_output
+from agentd.program.command_line import ENDING_SIGNALS, Signalled, handled_signals
+from agentd.program.standard_streams import is_ready, write_output
 
 if TYPE_CHECKING:
     from agentd.client.asynchronous import AsyncClient
     from agentd.client.exec import Execution
 
 _T = TypeVar("_T")
-FORWARDED_SIGNALS = ("HUP", "INT", "TERM", "QUIT", "USR1", "USR2")
-ENDING_SIGNALS = ("HUP", "INT", "TERM", "QUIT")
+FORWARDED_SIGNALS = (*ENDING_SIGNALS, signal.SIGUSR1, signal.SIGUSR2)
 RESPONSE_TIMEOUT_S = 5.0
-"""Seconds without a sign of life of the daemon, after one of these, that end the exec."""
-FINAL_SIGNALS, FINAL_TIMEOUT_S = ("HUP", "TERM"), 5.0
+"""Seconds without an answer of the daemon, after one that asks for an end, that end the exec."""
+FINAL_SIGNALS, FINAL_TIMEOUT_S = (signal.SIGHUP, signal.SIGTERM), 5.0
 """Signals that end an exec on a raw terminal, at the latest after so many seconds: shells on one
 ignore TERM."""
-WINDOW_CHANGE = "WINCH"
 STDIN, STDOUT, STDERR_OF_CALLER = 0, 1, 2
 
 
@@ -92,13 +87,23 @@ async def _run_exec(
 ) -> int:
     is_terminal = options["tty"]
     async with client, client.exec(kernel, command, **options) as running:
-        terminal = CallerTerminal()
-        with terminal, _received_signals(terminal, has_size=is_terminal) as names:
+        terminal, numbers = CallerTerminal(), asyncio.Queue[int]()
+        handled = (*FORWARDED_SIGNALS, signal.SIGWINCH) if is_terminal else FORWARDED_SIGNALS
+        loop = asyncio.get_running_loop()
+        with (
+            terminal,
+            handled_signals(
+                handled,
+                lambda number: loop.call_soon_threadsafe(numbers.put_nowait, number),
+                terminal.restore,
+            ),
+        ):
             is_raw = is_terminal and is_interactive and os.isatty(STDIN)
             if is_raw:
                 terminal.make_raw()
-            is_served = partial(_is_served, client, kernel, running)
-            signals = _forward_signals(running, names, is_served, is_raw=is_raw)
+            if is_terminal:
+                numbers.put_nowait(signal.SIGWINCH)
+            signals = _forward_signals(client, running, numbers, is_raw=is_raw)
             await _print_output_beside(running, signals, _forward_input(running, is_interactive))
     return running.exit_code or 0
 
@@ -149,38 +154,6 @@ class CallerTerminal:
                 termios.tcsetattr(STDIN, termios.TCSANOW, self._attributes)
 
 
-@contextlib.contextmanager
-def _received_signals(terminal: CallerTerminal, *, has_size: bool) -> Iterator[asyncio.Queue[str]]:
-    """Queue the names of signals for the command; the last one ends this process at once.
-
-    A signal that the caller ignores stays ignored.
-    """
-    loop, names = asyncio.get_running_loop(), asyncio.Queue[str]()
-    remaining = MAX_SIGNALS
-
-    def on_signal(number: int, _: FrameType | None) -> None:
-        nonlocal remaining
-        name = signal.Signals(number).name.removeprefix("SIG")
-        remaining -= name in ENDING_SIGNALS
-        if not remaining:
-            terminal.restore()
-            os._exit(SIGNALLED + number)
-        loop.call_soon_threadsafe(names.put_nowait, name)
-
-    if has_size:
-        names.put_nowait(WINDOW_CHANGE)
-    forwarded = [*FORWARDED_SIGNALS, *([WINDOW_CHANGE] if has_size else [])]
-    numbers = [signal.Signals[f"SIG{name}"] for name in forwarded]
-    before = {n: h for n in numbers if (h := signal.getsignal(n)) is not signal.SIG_IGN}
-    for number in before:
-        signal.signal(number, on_signal)
-    try:
-        yield names
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _call(subject: str, function: Callable[[], _T]) -> asyncio.Future[_T]:
     """Call a function in a thread that no end waits for: a key or a reader may never come."""
     return asyncio.wrap_future(start_call(subject, function))
@@ -200,46 +173,42 @@ def _read_input() -> bytes:
         try:
             return os.read(STDIN, CHUNK)
         except BlockingIOError:
-            poll = select.poll()
-            poll.register(STDIN, select.POLLIN)
-            poll.poll()
+            is_ready(STDIN, select.POLLIN)
         except OSError as error:
             raise CommandError(f"the input cannot be read: {error.strerror}") from None
 
 
 async def _forward_signals(
-    running: Execution,
-    names: asyncio.Queue[str],
-    is_served: Callable[[], Awaitable[bool]],
-    *,
-    is_raw: bool,
+    client: AsyncClient, running: Execution, numbers: asyncio.Queue[int], *, is_raw: bool
 ) -> None:
     """Forward signals, and the size of the terminal.
 
     Raises:
-        Signalled: the daemon did not answer one that ends, or the command stays on a raw terminal.
+        Signalled: the daemon does not answer, or the command stays on a raw terminal.
     """
     async with asyncio.TaskGroup() as checks:
         while True:
-            name = await names.get()
-            if name in ENDING_SIGNALS:
-                is_final = is_raw and name in FINAL_SIGNALS
-                number = signal.Signals[f"SIG{name}"]
-                checks.create_task(_end_in_time(is_served, number, is_final=is_final))
+            number = await numbers.get()
+            if number in ENDING_SIGNALS:
+                is_final = is_raw and number in FINAL_SIGNALS
+                checks.create_task(_end_in_time(client, number, is_final=is_final))
             with contextlib.suppress(ConnectionError):
-                if name != WINDOW_CHANGE:
-                    await running.send_signal(name)
+                if number != signal.SIGWINCH:
+                    await running.send_signal(signal.Signals(number).name.removeprefix("SIG"))
                 elif (size := _terminal_size()) is not None:
                     await running.resize(*size)
 
 
-async def _end_in_time(
-    is_served: Callable[[], Awaitable[bool]], number: int, *, is_final: bool
-) -> None:
+async def _end_in_time(client: AsyncClient, number: int, *, is_final: bool) -> None:
     if is_final:
         await asyncio.sleep(FINAL_TIMEOUT_S)
-    if is_final or not await is_served():
         raise Signalled(number)
+    try:
+        await client.execute(Call("GET", "/v1/whoami"), timeout_s=RESPONSE_TIMEOUT_S)
+    except Unreachable:
+        raise Signalled(number) from None
+    except AgentdError:  # an answer, too
+        return
 
 
 def _terminal_size() -> tuple[int, int] | None:
@@ -249,19 +218,3 @@ def _terminal_size() -> tuple[int, int] | None:
             size = os.get_terminal_size(descriptor)
             return (size.columns, size.lines) if all(size) else None
     return None
-
-
-async def _is_served(client: AsyncClient, kernel: str, running: Execution) -> bool:
-    """Return whether the daemon gives a sign of life.
-
-    No frame is read while the caller does not take the output; then the daemon is asked.
-    """
-    if await running.has_frame(RESPONSE_TIMEOUT_S):
-        return True
-    if running.is_reading:
-        return False
-    try:
-        await client.execute(Call("GET", api_path("kernels", kernel)), timeout_s=RESPONSE_TIMEOUT_S)
-    except AgentdError as refusal:
-        return not isinstance(refusal, Unreachable)
-    return True

@@ -37,7 +37,7 @@ from agentd.views import KernelView
 
 _POLL_S = 0.2
 MIN_TIMEOUT_S = 1.0
-"""Seconds that a call may take, whatever is left of `--timeout`."""
+"""Seconds in which all kernels are asked once, however short `--timeout` is."""
 MAX_LINE = 64 << 20
 """Bytes of a line that several logs are printed with; a longer one is cut."""
 MAX_QUEUED = 16
@@ -182,7 +182,9 @@ def wait(client: Client, kernels: Sequence[str], target: str, timeout: float | N
     agentctl wait train-1
     agentctl wait --for running --timeout 60 train-1 train-2
     """
-    deadline = math.inf if timeout is None else time.monotonic() + timeout
+    began = time.monotonic()
+    deadline = math.inf if timeout is None else began + timeout
+    last_call = max(deadline, began + MIN_TIMEOUT_S)
     pending, failed = dict.fromkeys(kernels), False
     outages = Outages(print_outage)
     pause_s = _POLL_S
@@ -190,7 +192,7 @@ def wait(client: Client, kernels: Sequence[str], target: str, timeout: float | N
     def check(kernel: str) -> None:
         nonlocal pause_s
         try:
-            has_reached = _has_reached(client, kernel, target, deadline)
+            has_reached = _has_reached(client, kernel, target, last_call)
         except Unavailable as error:
             pause_s = outages.pause_s(error)
             return
@@ -202,6 +204,8 @@ def wait(client: Client, kernels: Sequence[str], target: str, timeout: float | N
     while pending:
         pause_s = _POLL_S
         for kernel in tuple(pending):
+            if time.monotonic() > last_call:
+                break
             if for_each([kernel], check):
                 outages.on_answer()
                 del pending[kernel]
@@ -214,7 +218,7 @@ def wait(client: Client, kernels: Sequence[str], target: str, timeout: float | N
     sys.exit(failed)
 
 
-def _has_reached(client: Client, kernel: str, target: str, deadline: float) -> bool:
+def _has_reached(client: Client, kernel: str, target: str, last_call: float) -> bool:
     """Return whether a kernel has the wanted state.
 
     Raises:
@@ -222,9 +226,9 @@ def _has_reached(client: Client, kernel: str, target: str, deadline: float) -> b
         CommandError: the kernel can no longer reach the state.
     """
     call: Call[KernelView] = Call("GET", api_path("kernels", kernel))
-    timeout_s = max(MIN_TIMEOUT_S, deadline - time.monotonic())
+    timeout_s = max(0.001, min(TIMEOUT_S, last_call - time.monotonic()))
     try:
-        state = client.execute(call, timeout_s=min(timeout_s, TIMEOUT_S))["state"]
+        state = client.execute(call, timeout_s=timeout_s)["state"]
     except UnknownKernel:
         if target == "removed":
             return True

@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import itertools
-import math
 import os
 import queue
 import select
@@ -21,10 +19,10 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import click
 
@@ -50,6 +48,7 @@ from agentd.client import Client
 from agentd.client.calls import Call
 from agentd.client.creates import kernel_request
 from agentd.client.defaults import CREATE_TIMEOUT_S
+from agentd.client.following import Outages
 from agentd.client.paths import api_path
 from agentd.concurrency import start_call
 from agentd.core.printable import printable
@@ -61,14 +60,15 @@ from agentd.errors import (
     UnknownKernel,
     Unreachable,
 )
+from agentd.program.command_line import ENDING_SIGNALS, handled_signals
 from agentd.program.exit_status import SIGNALLED, ExitStatus
-from agentd.program.standard_streams import OutputFailed, has_left, is_pipe
+from agentd.program.standard_streams import OutputFailed, has_left, is_pipe, is_ready, write_all
 from agentd.views import KernelView
 
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""Signals that ask for an end: the first is passed on, the second kills, the third leaves."""
-FORWARDED = (*ENDING, signal.SIGUSR1, signal.SIGUSR2)
-MAX_ENDING = 2
+USER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+FORWARDED = (*ENDING_SIGNALS, *USER_SIGNALS)
+"""Of those that ask for an end, the first is passed on, the second kills, the third leaves."""
+STREAMS = {"stdout": 1, "stderr": 2}
 PAUSE_S, WATCH_S = 0.2, 2.0
 HANGUP_TIMEOUT_S = 1.0
 """Seconds between the loss of a terminal and the HUP that tells of it."""
@@ -153,54 +153,39 @@ class Run:
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._is_created: bool | None = None
         """None until the outcome of the create is known."""
-        self._is_printed = False
-        self._ending_count = 0
+        self._outages = Outages(lambda error: self._tell(f"waiting for the node: {error}"))
+        self._outages.on_answer()  # the create waits in a way of its own
         self._signalled, self._hung_up = threading.Event(), threading.Event()
         self._unsent: set[tuple[signal.Signals, bool]] = set()
-        self._forwards: list[Future[None]] = []
-        self._left_count = itertools.count()
 
     def until_end(self) -> int:
         """Run the kernel, and return the exit status."""
-        for number in FORWARDED:
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self._on_signal)
-        self._start("the kernel", self._run_to_end)
-        if is_pipe():
-            self._start("the reader", self._watch_reader)
         signals: list[signal.Signals] = []
-        deadline = math.inf
-        while True:
-            is_bounded = signals and self._is_created is None
-            remaining_s = max(0.0, deadline - time.monotonic()) if is_bounded else None
-            try:
-                event = self._events.get(timeout=remaining_s)
-            except queue.Empty:
-                if self._is_created is not None:
+        with handled_signals(FORWARDED, self._on_signal, self._on_leave):
+            self._start("the kernel", self._run_to_end)
+            if is_pipe():
+                self._start("the reader", self._watch_reader)
+            while isinstance(event := self._events.get(), signal.Signals):
+                if event == signal.SIGPIPE and event in signals:  # of both streams
                     continue
-                event = Unreachable("its create was not answered")
-            if not isinstance(event, signal.Signals):
-                return self._status(event, signals)
-            if event not in (signal.SIGUSR1, signal.SIGUSR2):
-                deadline = min(deadline, time.monotonic() + RECONNECT_TIMEOUT_S)
-                signals.append(event)
-                self._signalled.set()
-            if event == signal.SIGHUP:
-                self._hung_up.set()
-            self._forward(event, kills=len(signals) > 1)
+                if event not in USER_SIGNALS:
+                    signals.append(event)
+                    self._signalled.set()
+                if event == signal.SIGHUP:
+                    self._hung_up.set()
+                self._forward(event, kills=len(signals) > 1)
+            return self._status(event, signals)
 
     def _status(self, event: KernelView | BaseException, signals: list[signal.Signals]) -> int:
         """Return the exit status for the end of this run."""
         if isinstance(event, OSError):
-            wait(self._forwards, RECONNECT_TIMEOUT_S)
             self._tell(f"{event}; {self._hint}")
             is_output = isinstance(event, OutputFailed)
             return ExitStatus.OUTPUT_FAILED if is_output else ExitStatus.CLIENT_FAILED
         if isinstance(event, AgentdError):
             is_gone = isinstance(event, UnknownKernel) or not self._is_created
             if not (signals and is_gone):
-                remedies = [self._hint] if self._is_created and not is_gone else []
-                problem = RpcProblem.of(event, remedies)
+                problem = RpcProblem.of(event, [] if is_gone else [self._hint])
                 problem.show()
                 return stand_in_status(problem)
             if isinstance(event, Unavailable):  # a signal cancelled its create
@@ -217,22 +202,21 @@ class Run:
 
     @property
     def _hint(self) -> str:
-        name = self._kernel_id
-        words = ", ".join(f"agentctl {command} {name}" for command in ("logs", "wait", "stop"))
+        """Return how to get on; `wait` reads the end, after which the node deletes one of --rm."""
+        name, commands = self._kernel_id, ["logs", "wait", "stop"]
+        if self._body.get("remove"):
+            commands.remove("wait")
+        words = ", ".join(f"agentctl {command} {name}" for command in commands)
         return f"kernel {name} may run: {words}"
 
-    def _on_signal(self, number: int, _: object) -> None:
-        self._ending_count += number in ENDING
-        if self._ending_count > MAX_ENDING and number in ENDING:
-            self._leave(number)
+    def _on_signal(self, number: int) -> None:
         self._events.put(signal.Signals(number))
 
-    def _leave(self, number: int) -> NoReturn:
-        """End at once; the line is lost if its reader takes nothing."""
-        with contextlib.suppress(OSError):
-            if select.select([], [sys.stderr.fileno()], [], 0)[1]:
+    def _on_leave(self) -> None:
+        """Name the kernel; the line is lost if its reader takes nothing."""
+        with contextlib.suppress(OSError, ValueError):
+            if is_ready(sys.stderr.fileno(), select.POLLOUT, 0):
                 self._tell(self._hint)
-        os._exit(SIGNALLED + number)
 
     def _tell(self, text: str) -> None:
         """Print a line to standard error, from any thread."""
@@ -259,19 +243,22 @@ class Run:
             signal.pthread_sigmask(signal.SIG_SETMASK, former)
 
     def _run_to_end(self) -> None:
-        """Create the kernel, print its output, read its end, and remove it."""
+        """Create the kernel, print its output, read its end, and remove it.
+
+        A kernel whose output cannot be read or printed is left: its log is the only copy.
+        """
+        event: _Event
         try:
             create_repeatedly(
                 self._create, self._kernel_id, pause=self._pause, retry_s=RECONNECT_TIMEOUT_S
             )
-            self._is_created = True
-            self._start("the node", self._watch)
-            self._print_output()
-            self._is_printed = True
-            event: _Event = self._read_end()
         except AgentdError as error:
-            self._is_created = bool(self._is_created)
+            self._is_created = False
             event = error
+        else:
+            self._is_created = True
+            self._print_output()
+            event = self._read_end()
         if self._body.get("remove"):
             self._remove()
         self._events.put(event)
@@ -302,6 +289,16 @@ class Run:
         label = {RUN_LABEL: self._body["labels"][RUN_LABEL]}
         return next(iter(self._client.kernels(labels=label)), None)
 
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Wait for a node that is away, and tell of it once."""
+        try:
+            yield
+        except Unavailable as error:
+            time.sleep(self._outages.pause_s(error))
+        else:
+            self._outages.on_answer()
+
     def _read_end(self) -> KernelView:
         """Wait for the end of the kernel, also while the daemon is away.
 
@@ -309,7 +306,7 @@ class Run:
             UnknownKernel: it was removed, or replaced by another one.
         """
         while True:
-            with contextlib.suppress(Unavailable):
+            with self._waiting():
                 kernel = self._client.kernel(self._kernel_id)
                 if kernel["labels"].get(RUN_LABEL) != self._body["labels"][RUN_LABEL]:
                     raise UnknownKernel(f"another request created kernel {self._kernel_id}")
@@ -317,165 +314,127 @@ class Run:
                     return kernel
             time.sleep(PAUSE_S)
 
-    def _watch(self) -> None:
-        """Report outages, and check that the kernel is there: its log is followed by its id.
-
-        Raises:
-            UnknownKernel: it was removed, or replaced by another one.
-        """
-        is_told = False
-        while True:
-            try:
-                if self._own_kernel() is None and not self._is_printed:
-                    raise UnknownKernel(f"kernel {self._kernel_id} was removed")
-                is_told = False
-            except Unavailable as error:
-                if not is_told:
-                    self._tell(f"waiting for the node: {error}")
-                is_told = True
-            time.sleep(WATCH_S)
-
     def _print_output(self) -> None:
-        """Print the kernel's output to its end; one that cannot be read leaves the kernel.
+        """Print the kernel's output to the end of all streams.
+
+        It is checked that the kernel is there: its log is followed by its id.
 
         Raises:
-            UnknownKernel: the kernel is gone.
+            AgentdError: a stream cannot be read, or the kernel is gone.
             OutputFailed: the output cannot be printed.
         """
-        streams = {"stdout": sys.stdout.fileno(), "stderr": sys.stderr.fileno()}
-        if not self._has_streams():  # the runtime joins the two
-            streams = {"both": sys.stdout.fileno()}
-        follows = [
-            start_call("the output", partial(self._follow, *item)) for item in streams.items()
-        ]
-        for follow in wait(follows, return_when=FIRST_EXCEPTION).done:
-            try:
+        follows = {
+            self._start("the output", partial(self._follow, *item)) for item in STREAMS.items()
+        }
+        while follows:
+            done, follows = wait(follows, WATCH_S, FIRST_COMPLETED)
+            for follow in done:
                 follow.result()
-            except UnknownKernel:
-                raise
-            except AgentdError as error:
-                name = f"the output of kernel {self._kernel_id} cannot be read"
-                self._tell(f"{name}: {error.code}: {error}")
-
-    def _has_streams(self) -> bool:
-        while True:
-            try:
-                for _ in self._client.logs(self._kernel_id, tail=0, stream="stdout"):
-                    pass
-            except InvalidRequest:
-                return False
-            except Unavailable:
-                time.sleep(PAUSE_S)
-            else:
-                return True
+            with self._waiting():
+                if follows and self._own_kernel() is None:
+                    raise UnknownKernel(f"kernel {self._kernel_id} was removed")
 
     def _follow(self, stream: str, descriptor: int) -> None:
         """Print one stream to its end, or until its reader leaves, which stops the kernel."""
-        chunks = partial(
-            self._client.logs,
-            self._kernel_id,
-            follow=True,
-            stream=stream,
-            on_dropped=lambda begin, end: self._tell(
-                f"bytes {begin} to {end} of {stream} of kernel {self._kernel_id} were dropped"
-            ),
-        )
+        try:
+            for chunk in self._chunks(stream):
+                write_all(descriptor, chunk)
+        except BrokenPipeError:
+            self._events.put(signal.SIGPIPE)
+        except OSError as error:  # a terminal may be gone: then its HUP is passed on
+            if error.errno != errno.EIO or not self._hung_up.wait(HANGUP_TIMEOUT_S):
+                raise OutputFailed(error) from None
+
+    def _chunks(self, stream: str) -> Iterator[bytes]:
+        """Yield a stream; standard output has both where the runtime joins them."""
         is_begun = False
         while True:
+            chunks = self._client.logs(
+                self._kernel_id,
+                follow=True,
+                stream=stream,
+                on_dropped=partial(self._on_dropped, stream),
+            )
             try:
-                for chunk in chunks():
+                for chunk in chunks:
                     is_begun = True
-                    write_all(descriptor, chunk)
+                    yield chunk
             except Unavailable:
                 if is_begun:
                     raise
                 time.sleep(PAUSE_S)
-            except BrokenPipeError:
-                return self._on_reader_left()
-            except OSError as error:
-                if error.errno == errno.EIO and self._hung_up.wait(HANGUP_TIMEOUT_S):
-                    return None  # the terminal is gone, and its HUP is passed on
-                raise OutputFailed(error) from None
+            except InvalidRequest:
+                if stream == "both":
+                    raise
+                if stream == "stderr":
+                    return
+                stream = "both"
             else:
-                return None
+                return
+
+    def _on_dropped(self, stream: str, begin: int, end: int) -> None:
+        self._tell(f"bytes {begin} to {end} of {stream} of kernel {self._kernel_id} were dropped")
 
     def _watch_reader(self) -> None:
         """Notice that the reader of the output left, also while nothing is printed."""
         has_left(None)
-        self._on_reader_left()
-
-    def _on_reader_left(self) -> None:
-        if next(self._left_count) == 0:  # of both streams
-            self._events.put(signal.SIGPIPE)
+        self._events.put(signal.SIGPIPE)
 
     def _forward(self, number: signal.Signals, *, kills: bool) -> None:
         """Pass a signal on, unless the same one is not sent yet."""
         kind = number, kills
         if kind not in self._unsent:
             self._unsent.add(kind)
-            unfinished = [forward for forward in self._forwards if not forward.done()]
-            self._forwards = [*unfinished, self._start(number.name, partial(self._pass_on, *kind))]
+            self._start(number.name, partial(self._pass_on, *kind))
 
     def _pass_on(self, number: signal.Signals, kills: bool) -> None:
         """Pass a signal on to the kernel; one that asks for an end cancels its create.
 
         A kernel that is not there yet is waited for, and so is a daemon.
+
+        Raises:
+            Unreachable: the outcome of the create stays unknown.
         """
-        ends = number not in (signal.SIGUSR1, signal.SIGUSR2)
+        ends, timeout_s = number not in USER_SIGNALS, 0.0 if kills else None
+        deadline = time.monotonic() + RECONNECT_TIMEOUT_S
         while True:
-            self._unsent.add((number, kills))
+            is_created = self._is_created
+            if ends and is_created is None and time.monotonic() > deadline:
+                raise Unreachable("its create was not answered")
             with contextlib.suppress(UnknownKernel, Unavailable):
                 kernel = self._own_kernel()
-                is_starting = kernel is not None and kernel["state"] in STARTING_STATES
-                if kernel is None and self._is_created is not None:
-                    break
-                try:
-                    if is_starting and ends:  # its create may be repeated: wait for the outcome
-                        self._client.delete_kernel(self._kernel_id, 0.0 if kills else None)
-                    elif kernel is not None and not is_starting:
-                        self._unsent.discard((number, kills))
-                        self._send(number, kills=kills)
-                        break
-                except KernelConflict:  # it started or ended meanwhile
-                    if not is_starting:
-                        break
-                except (UnknownKernel, Unavailable):
-                    raise
-                except AgentdError as error:
-                    name = f"{number.name} was not passed on to kernel {self._kernel_id}"
-                    self._tell(f"{name}: {error.code}: {error}")
-                    break
+                if kernel is None:
+                    if is_created is not None:
+                        return
+                elif kernel["state"] not in STARTING_STATES:
+                    self._unsent.discard((number, kills))
+                    self._send(number, timeout_s, kills=kills)
+                    return
+                elif ends:  # its create may be repeated: wait for the outcome
+                    with contextlib.suppress(KernelConflict):  # it started meanwhile
+                        self._client.delete_kernel(self._kernel_id, timeout_s)
             time.sleep(PAUSE_S)
-        self._unsent.discard((number, kills))
 
-    def _send(self, number: signal.Signals, *, kills: bool) -> None:
-        if kills or number in (signal.SIGTERM, signal.SIGPIPE):
-            self._client.stop_kernel(self._kernel_id, 0.0 if kills else None)
-        else:
-            self._client.signal_kernel(self._kernel_id, number.name.removeprefix("SIG"))
+    def _send(self, number: signal.Signals, timeout_s: float | None, *, kills: bool) -> None:
+        try:
+            if kills or number in (signal.SIGTERM, signal.SIGPIPE):
+                self._client.stop_kernel(self._kernel_id, timeout_s)
+            else:
+                self._client.signal_kernel(self._kernel_id, number.name.removeprefix("SIG"))
+        except Unavailable:
+            raise
+        except (KernelConflict, UnknownKernel):  # it ended meanwhile
+            return
+        except AgentdError as error:
+            name = f"{number.name} was not passed on to kernel {self._kernel_id}"
+            self._tell(f"{name}: {error.code}: {error}")
 
     def _remove(self) -> None:
         deadline = time.monotonic() + RECONNECT_TIMEOUT_S
         while time.monotonic() < deadline:
-            try:
+            with contextlib.suppress(AgentdError):  # of an unresolved create, or a daemon away
                 if self._own_kernel() is not None:
                     self._client.delete_kernel(self._kernel_id, 0.0)
-            except (KernelConflict, Unavailable):  # of an unresolved create, or a daemon away
-                time.sleep(PAUSE_S)
-            except AgentdError:
                 return
-            else:
-                return
+            time.sleep(PAUSE_S)
         self._tell(f"kernel {self._kernel_id} was not removed")
-
-
-def write_all(descriptor: int, data: bytes) -> None:
-    """Write data past the buffers, whose locks an end of the program would wait for.
-
-    A descriptor that another process made non-blocking is waited for.
-    """
-    while data:
-        try:
-            data = data[os.write(descriptor, data) :]
-        except BlockingIOError:
-            select.select([], [descriptor], [])
