@@ -221,7 +221,7 @@ async def test_daemon_restarts_in_the_middle_of_each_command(
             steps = [int(step) for step in re.findall(r"step (\d+)\n", out)]
             assert steps == [*range(1, len(steps) + 1)]
             assert out.endswith("over\n")
-    await until(lambda: printed.read_text(), lambda text: "terminated" in text)
+    await until(printed.read_text, lambda text: "terminated" in text)
     running["events"].send_signal(signal.SIGINT)
     _, err = await asyncio.to_thread(running["events"].communicate, timeout=60)
     assert running["events"].returncode == 130, err
