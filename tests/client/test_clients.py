@@ -20,11 +20,13 @@ from agentd.client.errors import cut_stream_error, error_from_problem, error_fro
 from agentd.client.paths import api_path, next_query
 from agentd.errors import (
     AgentdError,
+    AnswerLost,
     Forbidden,
     InsufficientResource,
     InvalidRequest,
     NotReady,
     Refused,
+    RefusedForNow,
     Unavailable,
     UnknownKernel,
     Unreachable,
@@ -377,8 +379,12 @@ def test_every_code_of_the_daemon_is_an_error_of_the_client(code: str) -> None:
 
 def test_answers_that_are_no_problems_are_errors_all_the_same() -> None:
     assert isinstance(error_from_response(500, b"<html>"), Refused)
-    for status in (502, 503, 504):
-        assert isinstance(error_from_response(status, b"<html>"), Unreachable)
+    for status in (502, 504):
+        assert isinstance(error_from_response(status, b"<html>"), AnswerLost)
+    for body in (b"<html>", b'{"message": "no healthy upstream"}'):
+        refused = error_from_response(503, body, "7")
+        assert isinstance(refused, RefusedForNow)
+        assert (refused.content["status"], refused.retry_after_s) == (503, 7)
     assert isinstance(error_from_problem({"code": "FromTheFuture", "detail": "x"}), Refused)
     assert isinstance(error_from_problem({"code": "NotReady", "detail": "x"}), NotReady)
     lost = error_from_problem({"code": "OutcomeUnknown", "detail": "x", "kernel_id": "k1"})

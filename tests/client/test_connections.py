@@ -12,9 +12,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from agentd.client import AsyncClient
+from agentd.client import AsyncClient, Client
 from agentd.client.defaults import enable_keepalive
-from agentd.errors import TooManyStreams, Unreachable
+from agentd.errors import InvalidRequest, TooManyStreams, Unreachable
 from support.fork_server import run
 from support.web_server import served
 
@@ -50,6 +50,42 @@ async def test_tasks_share_one_client_and_its_session(
         async with client:
             assert (await client.node())["id"] == "n1"
     assert [session.closed for session in sessions] == [True, True]
+
+
+@pytest.mark.parametrize("kind", ["socket", "tcp"])
+async def test_many_calls_in_progress_delay_no_other(tmp_path: Path, kind: str) -> None:
+    """As of creates that wait for a pull, and of logs that are followed."""
+    all_began, count = asyncio.Event(), 0
+
+    async def answer(_: web.Request) -> web.StreamResponse:
+        nonlocal count
+        count += 1
+        if count == 120:
+            all_began.set()
+        await all_began.wait()
+        return web.json_response({"id": "n1"})
+
+    app = web.Application()
+    app.router.add_route("*", "/{rest:.*}", answer)
+    runner = web.AppRunner(app, shutdown_timeout=0)
+    await runner.setup()
+    if kind == "socket":
+        await web.UnixSite(runner, str(tmp_path / "socket")).start()
+        client = AsyncClient(tmp_path / "socket", timeout_s=20)
+    else:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        client = AsyncClient(url=f"http://127.0.0.1:{runner.addresses[0][1]}", timeout_s=20)
+    async with client:
+        answers = await asyncio.gather(*(client.node() for _ in range(120)))
+    assert {node["id"] for node in answers} == {"n1"}
+    await runner.cleanup()
+
+
+@pytest.mark.parametrize("client", [AsyncClient, Client])
+@pytest.mark.parametrize("token", ["pass€word", "two\nlines"])
+def test_token_that_no_header_can_have_is_refused(client: Any, token: str) -> None:
+    with pytest.raises(InvalidRequest, match="token: it is not printable ASCII"):
+        client(token=token)
 
 
 def test_client_of_an_ended_loop_is_opened_again(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ from support.web_server import served
 COMMAND: dict[str, Any] = {"command": ["true"]}
 LOST = 0
 """An answer that is never sent."""
+BALANCER = 503
+"""An answer of a balancer without a node."""
 PROBLEMS = {
     "OutcomeUnknown": 503,
     "ImageUnavailable": 503,
@@ -47,6 +49,8 @@ class Node:
             assert request.transport is not None
             request.transport.abort()
             return web.Response()
+        if step == BALANCER:
+            return web.Response(status=503, text="<html>", headers={"Retry-After": "1"})
         if isinstance(step, int):
             return web.json_response({"kernel_id": self.bodies[-1]["kernel_id"]}, status=step)
         content = {"code": step, "detail": "so", "status": PROBLEMS[step]}
@@ -106,6 +110,7 @@ CASES = {
     "lost, and then the node starts": Case((LOST, "ImageUnavailable", 201), 3),
     "its outcome is unknown for a while": Case(("OutcomeUnknown", "OutcomeUnknown", 200), 3),
     "refused for the moment": Case(("ImageUnavailable", "ImageUnavailable", 201), 3),
+    "a balancer without a node": Case((BALANCER, BALANCER, 201), 3),
     "refused": Case(("InsufficientResource",), 1, InsufficientResource),
     "lost, and then refused": Case((LOST, "InsufficientResource"), 2, InsufficientResource),
     "lost, and then another's": Case((LOST, "KernelConflict"), 2, KernelConflict),

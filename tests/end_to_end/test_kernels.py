@@ -303,6 +303,15 @@ async def test_logs_are_read_from_positions(serving: Serving) -> None:
         answer = await daemon.call("GET", f"/v1/kernels/k1/logs?{query}")
         assert (answer.status, answer.headers["Log-Position"]) == (200, str(position)), query
         assert answer.content == output[position:], query
+        kernel = answer.headers["Log-Kernel"]
+    await daemon.stop()
+    await daemon.start()
+    same = await daemon.call("GET", "/v1/kernels/k1/logs")
+    assert same.headers["Log-Kernel"] == kernel
+    assert (await daemon.call("DELETE", "/v1/kernels/k1")).status == 204
+    assert (await daemon.create(kernel_id="k1", command=command)).status == 201
+    other = await daemon.call("GET", "/v1/kernels/k1/logs")
+    assert other.headers["Log-Kernel"] != kernel
     for query in ("from=-1", f"from={2**53}", "from=x", "from=1&tail=1", "from=1&since=1"):
         refused = await daemon.call("GET", f"/v1/kernels/k1/logs?{query}")
         assert (refused.status, refused.json["code"]) == (422, "InvalidRequest"), query

@@ -165,6 +165,26 @@ async def test_output_goes_on_where_a_broken_answer_ended(node: Daemon, page: Vi
     page.errors.clear()  # the browser reports what could not be fetched
 
 
+async def test_output_of_another_kernel_with_the_id_is_not_appended(
+    node: Daemon, page: Visit
+) -> None:
+    prints = ["sh", "-c", "echo one two three; exec sleep 1000"]
+    await node.running("research", kernel_id="loud", command=prints)
+    await page.page.click("text=loud")
+    await page.until("#details .output", "three")
+    await page.page.route("**/logs?**", lambda route: route.abort())
+    await node.stop()
+    await page.until("#details .output", "trying again")
+    await node.start()
+    assert (await node.call("DELETE", "/v1/kernels/loud?timeout=0")).status == 204
+    await node.running("research", kernel_id="loud", command=prints)
+    await page.page.unroute("**/logs?**")
+    await page.until("#details .output", "another one has its id")
+    shown = await page.page.locator("#details .output").evaluate("place => place.textContent")
+    assert shown.count("three") == 1
+    page.errors.clear()  # the browser reports what could not be fetched
+
+
 @pytest.mark.parametrize(
     "size", [5_000_000, pytest.param(50_000_000, marks=pytest.mark.soak)]
 )  # far more than the page keeps

@@ -12,13 +12,7 @@ from agentd.client.calls import Call, label_parameters
 from agentd.client.creates import CreateAttempts, claim_request, kernel_request
 from agentd.client.defaults import CREATE_TIMEOUT_S, stop_timeout_s
 from agentd.client.events import NodeEvent
-from agentd.client.following import (
-    LOG_POSITION,
-    EventFollower,
-    LogFollower,
-    OnDropped,
-    OnOutage,
-)
+from agentd.client.following import EventFollower, LogFollower, OnDropped, OnOutage
 from agentd.client.paths import api_path
 from agentd.client.stream_calls import StreamCalls
 from agentd.errors import Unavailable, Unreachable
@@ -231,7 +225,7 @@ class AsyncClient(StreamCalls):
         while True:
             try:
                 async with self._stream(log.next_call()) as answer:
-                    log.on_answer(answer.headers.get(LOG_POSITION))
+                    log.on_answer(answer.headers.get)
                     while chunk := await answer.read():
                         log.on_chunk(chunk)
                         yield chunk

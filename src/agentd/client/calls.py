@@ -8,7 +8,7 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from agentd.client.defaults import SILENCE_S
 from agentd.client.paths import api_path, next_query
-from agentd.errors import Refused, Unavailable
+from agentd.errors import InvalidRequest, Problem, Refused, Unavailable
 
 T = TypeVar("T")
 
@@ -45,6 +45,17 @@ class Call(NamedTuple, Generic[T]):
         if query is not None and query == own_query:
             raise Refused("Internal", f"the page after {self.path} is the same page again", {})
         return None if query is None else self._replace(path=f"{path}?{query}")
+
+
+def authorization(token: str | None) -> dict[str, str]:
+    """Return the header with a token, none without one.
+
+    Raises:
+        InvalidRequest: no header can have it.
+    """
+    if token and not (token.isascii() and token.isprintable()):
+        raise InvalidRequest([Problem("token", "it is not printable ASCII")])
+    return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 def label_parameters(labels: Mapping[str, str] | None) -> list[str]:

@@ -89,10 +89,13 @@ def error_from_response(status: int, body: bytes, retry_after: str | None = None
         content = None
     error: AgentdError
     if isinstance(content, dict):
-        error = error_from_problem(content)
+        error = error_from_problem({"status": status, **content})
     elif status in _PROXY_ERRORS:
-        kind = Unreachable if status == HTTPStatus.SERVICE_UNAVAILABLE else AnswerLost
-        error = kind(f"a proxy answered: {status} {HTTPStatus(status).phrase}")
+        text = f"a proxy answered: {status} {HTTPStatus(status).phrase}"
+        error = AnswerLost(text)
+        if status == _UNAVAILABLE:
+            content = {"code": error.code, "status": status, "detail": text}
+            error = RefusedForNow(error.code, text, content)
     else:
         text = body[:MAX_DETAIL].decode(errors="replace") or f"HTTP {status}"
         error = Refused("Internal" if status >= _SERVER_ERROR else "BadRequest", text, {})

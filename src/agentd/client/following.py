@@ -13,12 +13,10 @@ from typing import Any, TypeAlias
 from agentd.client.calls import Call, events_call, logs_call
 from agentd.client.errors import cut_stream_error
 from agentd.client.events import EventParser, NodeEvent
-from agentd.errors import AnswerLost, OutputDropped, RuntimeUnavailable, Unavailable, UnknownKernel
+from agentd.errors import OutputDropped, RuntimeUnavailable, Unavailable, UnknownKernel
 
 RETRY_S = 1.0
 """Seconds between two attempts to resume."""
-LOG_POSITION = "Log-Position"
-"""Header of a log: the position at which the answer begins."""
 OnOutage: TypeAlias = "Callable[[Unavailable], object] | None"
 OnDropped: TypeAlias = "Callable[[int, int], object] | None"
 
@@ -71,45 +69,44 @@ class LogFollower:
         self._kernel_id, self._query, self._start = kernel_id, query, start
         self._is_whole = all(value is None for value in start.values())
         self._position: int | None = 0 if self._is_whole else start["from"]
+        self._kernel: str | None = None
         self._outages = Outages(on_outage)
         self._on_dropped = on_dropped
         self._timeout_s = timeout_s
         self._broken_since: float | None = None
         """The time of the first break without progress since."""
-        self._break: Unavailable | None = None
-        """The end of a stream that was closed; the next attempt may find the reason."""
-        self._is_open = False
 
     def next_call(self) -> Call[bytes]:
         """Return the call for all that was not read yet."""
         start = {"from": self._position} if self._outages.has_answer else self._start
         return logs_call(self._kernel_id, **self._query, **start)
 
-    def on_answer(self, header: str | None) -> None:
-        """Note an answer, with the header `Log-Position`.
+    def on_answer(self, header: Callable[[str], str | None]) -> None:
+        """Note an answer, whose headers `header` returns.
 
         Raises:
             OutputDropped: bytes that were asked for are lost.
-            UnknownKernel: it is the log of another kernel.
+            UnknownKernel: it is the log of another kernel, or its end is lost.
         """
         is_resumed, expected = self._outages.has_answer, self._position
-        if is_resumed and self._break is not None:
-            self._outages.pause_s(self._cut_error(self._break))
-        self._break, self._is_open = None, True
+        kernel, position = header("Log-Kernel"), header("Log-Position") or ""
+        begin = int(position) if re.fullmatch("[0-9]{1,19}", position) else None
         self._outages.on_answer()
-        is_number = re.fullmatch("[0-9]{1,19}", header or "")
-        self._position = begin = int(header or "") if is_number else None
-        if begin is None:
-            if is_resumed:
-                raise RuntimeUnavailable(f"the answer has no {LOG_POSITION}")
-        elif expected is not None and begin > expected:
-            if self._on_dropped is not None:
-                self._on_dropped(expected, begin)
-            elif is_resumed or not self._is_whole:
-                raise OutputDropped(self._kernel_id, expected, begin)
-        elif expected is not None and begin < expected and is_resumed:
+        if is_resumed and kernel != self._kernel:
+            fact = f"the kernel {self._kernel_id} whose log was read is gone"
+            raise UnknownKernel(f"{fact}; another one has its id")
+        self._kernel, self._position = kernel, begin
+        if is_resumed and begin is None:
+            raise RuntimeUnavailable("the answer has no Log-Position")
+        if begin is None or expected is None:
+            return
+        if begin > expected and self._on_dropped is not None:
+            self._on_dropped(expected, begin)
+        elif begin > expected and (is_resumed or not self._is_whole):
+            raise OutputDropped(self._kernel_id, expected, begin)
+        elif begin < expected and is_resumed:
             fact = f"the log of {self._kernel_id} has {begin} bytes after {expected} were read"
-            raise UnknownKernel(f"{fact}: the kernel was replaced, or its node lost the end")
+            raise UnknownKernel(f"{fact}: its node lost the end")
 
     def on_chunk(self, chunk: bytes) -> None:
         """Note bytes that are given to the caller."""
@@ -118,27 +115,19 @@ class LogFollower:
         self._broken_since = None
 
     def pause_s(self, error: Unavailable) -> float:
-        """Return the seconds until the next attempt; none if it may find the reason of a break.
+        """Return the seconds until the next attempt.
 
         Raises:
             Unavailable: the log cannot be resumed.
         """
         if self._outages.has_answer:
-            now, has_progress = time.monotonic(), self._broken_since is None
-            self._broken_since = now if self._broken_since is None else self._broken_since
+            error = cut_stream_error(f"the log of {self._kernel_id}", error)
+            now = time.monotonic()
+            self._broken_since = self._broken_since or now
             is_late = now + RETRY_S > self._broken_since + self._timeout_s
             if self._position is None or (is_late and not self._query["follow"]):
-                raise self._cut_error(error)
-            is_closed = self._is_open and not isinstance(error, AnswerLost)
-            self._is_open = False
-            if is_closed:
-                self._break = error
-                return 0.0 if has_progress else RETRY_S
-            error, self._break = self._cut_error(error), None
+                raise error
         return self._outages.pause_s(error)
-
-    def _cut_error(self, error: Unavailable) -> Unavailable:
-        return cut_stream_error(f"the log of {self._kernel_id}", error)
 
 
 class EventFollower:

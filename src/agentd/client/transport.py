@@ -15,7 +15,7 @@ from typing import Any, Self, TypeVar, cast
 import aiohttp
 from yarl import URL
 
-from agentd.client.calls import Call
+from agentd.client.calls import Call, authorization
 from agentd.client.defaults import CHUNK, DEFAULT_SOCKET, TIMEOUT_S, enable_keepalive
 from agentd.client.errors import (
     broken_stream_error,
@@ -72,7 +72,7 @@ class Transport:
         self._url = url
         self._address = url or self._socket_path
         self._base = (url or "http://agentd").rstrip("/")
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._headers = authorization(token)
         self._timeout_s = self._retry_s = timeout_s
         self._max_bytes = max_bytes
         self._session: aiohttp.ClientSession | None = None
@@ -90,10 +90,10 @@ class Transport:
             self._loop = loop
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(
-                    resolver=ThreadResolver(), socket_factory=_socket_with_keepalive
+                    resolver=ThreadResolver(), socket_factory=_socket_with_keepalive, limit=0
                 )
                 if self._url
-                else aiohttp.UnixConnector(self._socket_path),
+                else aiohttp.UnixConnector(self._socket_path, limit=0),
                 headers=self._headers,
                 cookie_jar=aiohttp.DummyCookieJar(),
                 raise_for_status=self._raise_refusal,
@@ -108,7 +108,7 @@ class Transport:
 
     def replace_credentials(self, token: str, tls: ssl.SSLContext) -> None:
         """Use another token and TLS context for calls from now on; those in progress go on."""
-        self._tls, self._headers = tls, {"Authorization": f"Bearer {token}"} if token else {}
+        self._tls, self._headers = tls, authorization(token)
         if self._session is not None:
             self._session.headers.update(self._headers)
 

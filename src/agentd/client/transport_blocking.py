@@ -13,7 +13,7 @@ from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 from urllib.parse import urlsplit
 
-from agentd.client.calls import Call
+from agentd.client.calls import Call, authorization
 from agentd.client.defaults import CHUNK, DEFAULT_SOCKET, TIMEOUT_S, enable_keepalive
 from agentd.client.errors import (
     broken_stream_error,
@@ -81,7 +81,7 @@ class BlockingTransport:
         self._socket_path = os.fspath(socket) if socket is not None else DEFAULT_SOCKET
         self._url = url
         self._address = url or self._socket_path
-        self._token = token
+        self._token, self._headers = token, authorization(token)
         self._timeout_s = timeout_s
         self._retry_s = retry_s
 
@@ -97,9 +97,7 @@ class BlockingTransport:
         Raises:
             AgentdError: the daemon refused, or cannot be reached.
         """
-        headers = dict(call.headers)
-        if self._token:
-            headers["Authorization"] = f"Bearer {self._token}"
+        headers = {**self._headers, **call.headers}
         body, is_sent = None, False
         if call.body is not None:
             body, headers["Content-Type"] = json.dumps(call.body).encode(), "application/json"

@@ -18,7 +18,7 @@ from agentd.http.site import Site
 from agentd.http.streaming.streaming_responses import stream_log
 from agentd.rpc import rendering
 from agentd.rpc.exec_websocket import run_exec
-from agentd.rpc.pages import page_response
+from agentd.rpc.pages import cursor, page_response
 from agentd.rpc.queries import CreateQuery, DeleteQuery, LogsQuery, NodeKernelsQuery
 from agentd.rpc.requests import CreateKernelRequest, SignalRequest, StopRequest
 from agentd.services.access import Access
@@ -132,11 +132,11 @@ class KernelHandlers:
 
     async def get_logs(self, request: web.Request) -> web.StreamResponse:
         """Stream a kernel's output, byte for byte."""
-        kernel_id = request.match_info["kernel"]
+        kernel = self._state.kernel(request.match_info["kernel"])
         query = query_of(request, LogsQuery).to_log_query()
         with self._site.streams.register(request):
-            async with self._service.logs(kernel_id, query) as opened:
-                return await stream_log(request, opened.position, opened.chunks)
+            async with self._service.logs(kernel.kernel_id, query) as opened:
+                return await stream_log(request, cursor(kernel), opened.position, opened.chunks)
 
     async def list_stats(self, request: web.Request) -> web.Response:
         """Show the usage of every kernel."""

@@ -43,19 +43,24 @@ def page_response(
     after = None if query.after is None else _parse_position(query.after, ordered)
     start = 0 if after is None else bisect_right(ordered, after, key=_position)
     rows: list[bytes] = []
-    size, last, headers = 0, (0, ""), dict[str, str]()
+    size, last, headers = 0, "", dict[str, str]()
     for item in islice(ordered, start, None):
         has_labels = all(item.labels.get(name) == value for name, value in labels)
         if not (has_labels and is_selected(item)):
             continue
         if len(rows) == query.limit or size >= MAX_PAGE_BYTES:
-            url = request.rel_url.update_query(after=f"{last[0]}~{last[1]}")
+            url = request.rel_url.update_query(after=last)
             headers["Link"] = f'<{url}>; rel="next"'
             break
         rows.append(encode(item))
-        size, last = size + len(rows[-1]), _position(item)
+        size, last = size + len(rows[-1]), cursor(item)
     body = b"[%s]" % b",".join(rows)
     return web.Response(body=body, content_type="application/json", headers=headers)
+
+
+def cursor(item: Kernel | Claim) -> str:
+    """Return the text that names an entry, and no later one with its id."""
+    return "{}~{}".format(*_position(item))
 
 
 def _position(item: Kernel | Claim) -> _Position:

@@ -7,7 +7,7 @@ from typing import Any
 
 from agentd.core.access import Right
 from agentd.http.route import SWITCHING_PROTOCOLS, Header, Media, Route, delete, get, post, put
-from agentd.http.streaming.streaming_responses import LOG_POSITION
+from agentd.http.streaming.streaming_responses import LOG_KERNEL, LOG_POSITION
 from agentd.rpc.claims import ClaimHandlers
 from agentd.rpc.devices import DeviceHandlers
 from agentd.rpc.events import EventHandlers
@@ -64,6 +64,11 @@ LOG = Media(
             LOG_POSITION,
             {"type": "integer", "minimum": 0},
             "Position of the first byte: bytes since the kernel began.",
+        ),
+        Header(
+            LOG_KERNEL,
+            {"type": "string"},
+            "The kernel, as `after` of a list names it; another one with its id differs.",
         ),
     ),
 )

@@ -10,9 +10,16 @@ const PAUSE_MS = 1000;
 /** Show a kernel's output from its last lines on; after a drop go on where it ended. */
 export async function follow(id, element, isOver, signal) {
   const output = new Output(element);
+  let kernel = null;
   for (;;) {
     try {
       const response = await open(path(id, output.position), { signal });
+      kernel ??= response.headers.get("Log-Kernel");
+      if (response.headers.get("Log-Kernel") !== kernel) {
+        await response.body.cancel();
+        output.say("[this kernel is gone, and another one has its id]");
+        return;
+      }
       await output.copy(response);
       if (isOver()) {
         if (output.isEmpty) output.say("It has printed nothing.");

@@ -156,6 +156,7 @@ async def test_a_kernel_is_looked_at_stopped_and_removed_where_it_is(fleet) -> N
     )
     assert log.headers["X-Accel-Buffering"] == "no", "no proxy keeps it back"
     assert log.headers["Log-Position"] == "0"
+    assert log.headers["Log-Kernel"].endswith("~k1")
     log = await gateway.call("GET", "/v1/kernels/k1/logs?from=2")
     assert (log.headers["Log-Position"], log.content) == ("2", b"llo\n")
     assert (await gateway.call("POST", "/v1/kernels/k1/stop", {"timeout": 0})).status == 200

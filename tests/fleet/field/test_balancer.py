@@ -87,6 +87,7 @@ REPEATED = {
     "a reset": [RESET, "done"],
     "three cuts": [CUT, RESET, CUT, "done"],
     "a balancer without an answer": [(504, "<html>"), (502, "<html>"), "done"],
+    "a balancer without a node, after a cut": [CUT, (503, "<html>"), "done"],
     "a gateway that does not know": [problem("OutcomeUnknown", 503), "done"],
     "a cut by a gateway that restarts": [CUT, problem("NotReady", 503), "done"],
 }

@@ -18,7 +18,7 @@ from agentd.errors import NodeUnavailable
 from agentd.http.callers import caller_of
 from agentd.http.problem_responses import problem_members
 from agentd.http.queries import receive_body
-from agentd.http.streaming.streaming_responses import LOG_POSITION
+from agentd.http.streaming.streaming_responses import LOG_KERNEL, LOG_POSITION
 from agentd.http.streaming.websocket import LimitedSocket, TooManyControlFrames, send_heartbeats
 from agentd_fleet.nodes.calls import CALL_TIMEOUT_S, CREATE_TIMEOUT_S, Nodes
 from agentd_fleet.view.fleet_view import FleetNode
@@ -35,6 +35,7 @@ RESPONSE_HEADERS = (
     "Preference-Applied",
     "X-Accel-Buffering",
     LOG_POSITION,
+    LOG_KERNEL,
 )
 
 

@@ -344,7 +344,7 @@ class Placer:
             return
         if own.is_error or (stored is not None and stored.route.progress is RouteProgress.PLACING):
             return
-        other = None if stored is None else await self._look_up(GATEWAY, stored)
+        other = None if stored is None else await self._look_up(stored)
         if other is None:
             if await self._store.put_route(placed, 0) is not None:
                 self._unrouted.discard(placed)

@@ -31,11 +31,13 @@ from agentd.cli.output import (
     print_text,
 )
 from agentd.client import Client
+from agentd.client.calls import authorization
 from agentd.client.defaults import DEFAULT_SOCKET, TIMEOUT_S
 from agentd.core.names import did_you_mean
 from agentd.errors import (
     AgentdError,
     CommandNotFound,
+    InvalidRequest,
     Unavailable,
     UnknownAgent,
     Unreachable,
@@ -511,9 +513,11 @@ def client_of(root: click.Context, *, is_of_fleet: bool, timeout_s: float = TIME
 def token_of(file: str | None) -> str | None:
     """Return the token in a file; None without a file."""
     try:
-        return read_regular(Path(file)).text.strip() if file else None
-    except UnusableFile as error:
+        token = read_regular(Path(file)).text.strip() if file else None
+        authorization(token)
+    except (UnusableFile, InvalidRequest) as error:
         raise CommandError(f"{file} {error}") from None
+    return token
 
 
 def socket_of(config: str | None) -> str:

@@ -33,6 +33,8 @@ HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 """Headers of a stream: nginx and proxies like it keep a response back without the second."""
 LOG_POSITION = "Log-Position"
 """The header with the position of a log's first byte: bytes since the kernel began."""
+LOG_KERNEL = "Log-Kernel"
+"""The header with the kernel of a log, which an id that is used again does not tell."""
 MAX_STREAMS = 64
 """Maximum open streams of one caller."""
 
@@ -93,7 +95,7 @@ async def _cancel_on_hang_up(transport: asyncio.Transport, stream: asyncio.Task[
 
 
 async def stream_log(
-    request: web.Request, position: int, chunks: AsyncGenerator[bytes]
+    request: web.Request, kernel: str, position: int, chunks: AsyncGenerator[bytes]
 ) -> web.StreamResponse:
     """Stream the bytes of a log from a position; only a log that is complete has a last chunk."""
     next_chunk = asyncio.ensure_future(anext(chunks, b""))
@@ -105,6 +107,7 @@ async def stream_log(
             **HEADERS,
             "Content-Type": "application/octet-stream",
             LOG_POSITION: str(position),
+            LOG_KERNEL: kernel,
         }
         response = web.StreamResponse(headers=headers)
         await response.prepare(request)
