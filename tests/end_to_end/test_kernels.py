@@ -299,7 +299,7 @@ async def test_logs_are_read_from_positions(serving: Serving) -> None:
     assert (await daemon.create(kernel_id="k1", command=command)).status == 201
     await daemon.until("k1", "terminated")
     for query, position in {"": 0, "from=0": 0, "from=5": 5, "from=14&follow=true": 14,
-                            "from=99": 14, "tail=1": 8, "tail=0": 14}.items():  # fmt: skip
+                            "from=99": 14, f"from={10**30}": 14, "tail=1": 8, "tail=0": 14}.items():  # fmt: skip
         answer = await daemon.call("GET", f"/v1/kernels/k1/logs?{query}")
         assert (answer.status, answer.headers["Log-Position"]) == (200, str(position)), query
         assert answer.content == output[position:], query
@@ -312,7 +312,7 @@ async def test_logs_are_read_from_positions(serving: Serving) -> None:
     assert (await daemon.create(kernel_id="k1", command=command)).status == 201
     other = await daemon.call("GET", "/v1/kernels/k1/logs")
     assert other.headers["Log-Kernel"] != kernel
-    for query in ("from=-1", f"from={2**53}", "from=x", "from=1&tail=1", "from=1&since=1"):
+    for query in ("from=-1", "from=x", "from=1&tail=1", "from=1&since=1"):
         refused = await daemon.call("GET", f"/v1/kernels/k1/logs?{query}")
         assert (refused.status, refused.json["code"]) == (422, "InvalidRequest"), query
 

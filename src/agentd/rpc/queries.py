@@ -102,7 +102,6 @@ class LogsQuery(Query):
         None,
         alias="from",
         ge=0,
-        le=2**53 - 1,
         description="Bytes since the kernel began, of this stream and form; not with tail, since.",
     )
 
