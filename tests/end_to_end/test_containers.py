@@ -195,7 +195,7 @@ async def test_log_goes_on_after_a_drop_and_a_kill(dockered: Daemon, engine: Eng
     dockered.configure(AGENTS, BASE.replace("stop-timeout = 1", settings))
     await dockered.start()
     wait = "while [ ! -e /go ]; do sleep 0.05; done; rm /go"
-    slowly = "for i in $(seq 1 29); do seq ${i}000 ${i}999; sleep 0.05; done"
+    slowly = "for i in $(seq 1 29); do seq ${i}000 ${i}999; sleep 0.2; done"
     script = f"seq 1 999; {wait}; {slowly}; {wait}; seq 30000 30999; sleep 1000"
     kernel = await dockered.running(kernel_id="k1", command=["sh", "-c", script])
     output = "".join(f"{n}\n" for n in range(1, 31000)).encode()

@@ -172,9 +172,9 @@ class Client(BlockingTransport):
         return self.execute(call, timeout_s=stop_timeout_s(self._timeout_s, timeout))
 
     def signal_kernel(self, kernel_id: str, signal: str) -> None:
-        """Send a signal such as "INT" to the kernel's first process."""
+        """Send a signal such as "INT" to the kernel's first process; never twice."""
         path = api_path("kernels", kernel_id, "signal")
-        self.execute(Call("POST", path, {"signal": signal}))
+        self.execute(Call("POST", path, {"signal": signal}, is_repeatable=False))
 
     def delete_kernel(
         self, kernel_id: str, timeout: float | None = None, node: str | None = None

@@ -14,10 +14,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from agentd.client.following import RETRY_S
-from agentd.errors import AgentdError, AnswerLost, RequestError, Unavailable
+from agentd.errors import AgentdError, AnswerLost, RefusedForNow, RequestError, Unavailable
 
 HELD_S = 5.0
 """Seconds of an attempt after which its loss is that of a long answer, as through a balancer."""
+
+_LOST_CODES = ("OutcomeUnknown", "Internal")
 
 
 def new_kernel_id() -> str:
@@ -104,4 +106,5 @@ class CreateAttempts:
 
 def _is_lost(error: AgentdError) -> bool:
     """Return whether a create with this error may have succeeded."""
-    return isinstance(error, AnswerLost) or error.code in ("OutcomeUnknown", "Internal")
+    is_of_proxy = isinstance(error, RefusedForNow) and error.code == AnswerLost.code
+    return is_of_proxy or isinstance(error, AnswerLost) or error.code in _LOST_CODES

@@ -88,7 +88,7 @@ def error_from_response(status: int, body: bytes, retry_after: str | None = None
     except (ValueError, RecursionError):
         content = None
     error: AgentdError
-    if isinstance(content, dict):
+    if isinstance(content, dict) and "code" in content:
         error = error_from_problem({"status": status, **content})
     elif status in _PROXY_ERRORS:
         text = f"a proxy answered: {status} {HTTPStatus(status).phrase}"

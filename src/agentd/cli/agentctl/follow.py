@@ -186,30 +186,31 @@ def wait(client: Client, kernels: Sequence[str], target: str, timeout: float | N
     deadline = math.inf if timeout is None else began + timeout
     last_call = max(deadline, began + MIN_TIMEOUT_S)
     pending, failed = dict.fromkeys(kernels), False
-    outages = Outages(print_outage)
-    pause_s = _POLL_S
+    outages, outage = Outages(print_outage), None
 
     def check(kernel: str) -> None:
-        nonlocal pause_s
+        nonlocal outage
         try:
             has_reached = _has_reached(client, kernel, target, last_call)
         except Unavailable as error:
-            pause_s = outages.pause_s(error)
+            outage = error
             return
-        outages.on_answer()
         if has_reached:
             del pending[kernel]
             print_text(kernel)
 
     while pending:
-        pause_s = _POLL_S
+        outage, pause_s = None, _POLL_S
         for kernel in tuple(pending):
             if time.monotonic() > last_call:
                 break
             if for_each([kernel], check):
-                outages.on_answer()
                 del pending[kernel]
                 failed = True
+        if outage is None:
+            outages.on_answer()
+        else:
+            pause_s = outages.pause_s(outage)
         if pending and time.monotonic() > deadline:
             print_text(f"agentctl: not {target}: {', '.join(pending)}", err=True)
             sys.exit(ExitStatus.TIMED_OUT)

@@ -54,8 +54,10 @@ from agentd.concurrency import start_call
 from agentd.core.printable import printable
 from agentd.errors import (
     AgentdError,
+    AnswerLost,
     InvalidRequest,
     KernelConflict,
+    NotReady,
     Unavailable,
     UnknownKernel,
     Unreachable,
@@ -416,17 +418,24 @@ class Run:
             time.sleep(PAUSE_S)
 
     def _send(self, number: signal.Signals, timeout_s: float | None, *, kills: bool) -> None:
+        """Stop the kernel, or signal it; a signal that may have arrived is not sent again."""
+        is_stop = kills or number in (signal.SIGTERM, signal.SIGPIPE)
         try:
-            if kills or number in (signal.SIGTERM, signal.SIGPIPE):
+            if is_stop:
                 self._client.stop_kernel(self._kernel_id, timeout_s)
             else:
                 self._client.signal_kernel(self._kernel_id, number.name.removeprefix("SIG"))
-        except Unavailable:
-            raise
         except (KernelConflict, UnknownKernel):  # it ended meanwhile
             return
         except AgentdError as error:
-            name = f"{number.name} was not passed on to kernel {self._kernel_id}"
+            is_unsent = isinstance(error, Unreachable) and not isinstance(error, AnswerLost)
+            if (
+                is_unsent
+                or isinstance(error, NotReady)
+                or (is_stop and isinstance(error, Unavailable))
+            ):
+                raise
+            name = f"{number.name} was not passed on to kernel {self._kernel_id}, as far as known"
             self._tell(f"{name}: {error.code}: {error}")
 
     def _remove(self) -> None:

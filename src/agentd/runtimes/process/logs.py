@@ -85,17 +85,22 @@ class LogReader:
 
     def _seek(self, position: int) -> None:
         """Go to a position, to the next one that is kept, or to the end."""
-        for file_position in self._file_positions():
-            file = self._held.pop(file_position, None) or _open_file(self._path(file_position))
-            if file is None:
-                continue
-            self._replace_file(file)
-            self._file_position = file_position
-            end = file_position + file.seek(0, os.SEEK_END)
-            self.position = max(file_position, min(position, end))
-            file.seek(self.position - file_position)
-            if position < end:
-                return
+        is_newest_open = False
+        while not is_newest_open:  # files may be rotated away after they were listed
+            positions = self._file_positions()
+            is_newest_open = not positions
+            for file_position in positions:
+                file = self._held.pop(file_position, None) or _open_file(self._path(file_position))
+                if file is None:
+                    continue
+                self._replace_file(file)
+                self._file_position = file_position
+                end = file_position + file.seek(0, os.SEEK_END)
+                self.position = max(file_position, min(position, end))
+                file.seek(self.position - file_position)
+                if position < end:
+                    return
+                is_newest_open = file_position == positions[-1]
 
     def read(self) -> bytes:
         """Return the next piece, empty if there is nothing new.
