@@ -127,16 +127,15 @@ class AsyncClient(StreamCalls):
         call: Call[KernelView] = Call(
             "POST", path, body, {} if wait else headers, is_repeatable=False
         )
-        return await self._create(call, "kernel_id", timeout_s)
+        return await self.execute_create(call, timeout_s)
 
-    async def _create(self, call: Call[T], member: str, timeout_s: float) -> T:
+    async def execute_create(
+        self, call: Call[T], timeout_s: float = CREATE_TIMEOUT_S, member: str = "kernel_id"
+    ) -> T:
         """Make a create, and repeat it; `member` names the id in its body."""
+        created_id, retry_s, lost_s = (call.body or {})[member], self._retry_s, self._timeout_s
         attempts = CreateAttempts(
-            str((call.body or {})[member]),
-            timeout_s=timeout_s,
-            retry_s=self._retry_s,
-            lost_s=self._timeout_s,
-            member=member,
+            created_id, timeout_s=timeout_s, retry_s=retry_s, lost_s=lost_s, member=member
         )
         with attempts.named_errors():
             while True:
@@ -264,7 +263,7 @@ class AsyncClient(StreamCalls):
         """Claim devices; a request without `claim_id` gets one, as in `create_kernel`."""
         path = api_path("agents", agent_id, "claims")
         call: Call[ClaimView] = Call("POST", path, claim_request(request), is_repeatable=False)
-        return await self._create(call, "claim_id", self._timeout_s)
+        return await self.execute_create(call, self._timeout_s, "claim_id")
 
     async def claims(
         self,

@@ -42,15 +42,13 @@ class StreamCalls(Transport):
             await close_websocket(websocket)
 
     @asynccontextmanager
-    async def listening(
-        self, *, after: str | None = None
-    ) -> AsyncIterator[AsyncIterator[NodeEvent]]:
+    async def listening(self) -> AsyncIterator[AsyncIterator[NodeEvent]]:
         """Listen to new events over one connection, and end with it.
 
         Raises:
             AgentdError: the events are not available.
         """
-        async with self._stream(events_call(after)) as stream:
+        async with self._stream(events_call()) as stream:
             yield _parse_events(stream, self._max_bytes)
 
 

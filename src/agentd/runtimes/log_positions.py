@@ -111,10 +111,6 @@ class LogPositions:
             yield KernelLog(position, chunks)
 
 
-class _Dropped(RuntimeUnavailable):
-    """A line is not kept any more, so nothing can be counted from it."""
-
-
 class _Reader:
     """A reader of one log, which counts bytes and notes anchors."""
 
@@ -215,10 +211,10 @@ class _Reader:
         """Yield entries from an anchor on, and note others.
 
         Raises:
-            _Dropped: the line of the anchor was dropped.
+            RuntimeUnavailable: the line of the anchor was dropped.
         """
         position, newest, awaited = begin.position, begin.key, begin.key
-        dropped = _Dropped(f"output before {position} was dropped")
+        dropped = RuntimeUnavailable(f"output before {position} was dropped")
         async with aclosing(self._source.read(query, begin.key)) as batches:
             async for batch in batches:
                 skipped = 0

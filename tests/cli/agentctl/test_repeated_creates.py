@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from agentd.cli.agentctl import create, run
+from agentd.cli.agentctl import run
 from agentd.client import Client, creates
+from agentd.client.calls import Call
 from agentd.errors import (
     AgentdError,
     AnswerLost,
@@ -59,8 +60,11 @@ def by_client(node: Any) -> object:
 
 
 def by_fleet(node: Any) -> object:
+    client = Client(timeout_s=15)
+    client.execute = node.execute  # type: ignore[method-assign]
+    client._sleep = node.clock.sleep  # type: ignore[method-assign]
     try:
-        return create.create_repeatedly(node.execute, "k1", pause=node.clock.sleep)
+        return client.execute_create(Call("POST", "/v1/kernels", {"kernel_id": "k1"}))
     except AgentdError as error:
         return error
 
@@ -78,7 +82,7 @@ def test_only_a_cut_after_a_while_is_repeated_on_and_on(
     monkeypatch: pytest.MonkeyPatch, kind: type[Unavailable], command: Any
 ) -> None:
     clock = Clock()
-    for module in (creates, create, run):
+    for module in (creates, run):
         monkeypatch.setattr(module, "time", clock)
     node = SlowNode(clock, kind)
     outcome = command(node)

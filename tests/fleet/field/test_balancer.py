@@ -6,13 +6,12 @@ import socket
 import struct
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
-from agentd.cli.agentctl import create, main
+from agentd.cli.agentctl import options
 from agentd.cli.agentctl.main import agentctl
 from agentd.client import AsyncClient, Client, creates
 from agentd.errors import AnswerLost, Unavailable, Unreachable
@@ -69,9 +68,10 @@ class Balancer:
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Give up sooner than people do."""
-    monkeypatch.setattr(create, "RECONNECT_TIMEOUT_S", 1.0)
     monkeypatch.setattr(creates, "RETRY_S", 0.02)
-    monkeypatch.setattr(main, "Client", partial(Client, timeout_s=1.0))
+    monkeypatch.setattr(
+        options, "Client", lambda *args, **settings: Client(*args, **settings | {"timeout_s": 1.0})
+    )
     monkeypatch.setattr(Unavailable, "retry_after_s", 0.02)
     return
 

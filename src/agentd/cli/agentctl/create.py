@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
@@ -31,17 +30,13 @@ from agentd.cli.agentctl.options import (
 )
 from agentd.cli.output import client_command, is_table, print_answer, print_data, print_text
 from agentd.client import Client
-from agentd.client.creates import CreateAttempts, kernel_request
-from agentd.client.defaults import CREATE_TIMEOUT_S
+from agentd.client.creates import kernel_request
 from agentd.concurrency import start_call
-from agentd.errors import AgentdError, InsufficientResource, Unavailable
+from agentd.errors import AgentdError, InsufficientResource
 from agentd.program.command_line import Signalled
 
 _POLL_S = 0.25
-RECONNECT_TIMEOUT_S = 15.0
-"""Seconds that a create is repeated whose answer is lost."""
 _F = TypeVar("_F", bound=Callable[..., Any])
-_T = TypeVar("_T")
 
 _KERNEL_OPTIONS: Sequence[Callable[[_F], _F]] = (
     click.argument("command", nargs=-1, type=click.UNPROCESSED),
@@ -203,31 +198,6 @@ def with_progress(
         text = f"kernel {name} may be created all the same: agentctl rm {name}"
         print_text(f"agentctl: interrupted; {text}", err=True)
         raise
-
-
-def create_repeatedly(
-    create: Callable[[], _T],
-    kernel_id: str,
-    *,
-    pause: Callable[[float], object] = time.sleep,
-    retry_s: float = 0.0,
-) -> _T:
-    """Create a kernel as `Client.create_kernel` does, with a call that is sent once.
-
-    Raises:
-        AgentdError: it was refused, was never sent, or its outcome stayed unknown.
-    """
-    attempts = CreateAttempts(
-        kernel_id, timeout_s=CREATE_TIMEOUT_S, retry_s=retry_s, lost_s=RECONNECT_TIMEOUT_S
-    )
-    with attempts.named_errors():
-        while True:
-            attempts.next_timeout_s()
-            try:
-                return create()
-            except Unavailable as error:
-                pause_s = attempts.pause_s(error)
-            pause(pause_s)
 
 
 def _show_pull(client: Client, kernel_id: str, creating: Future[Any]) -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from functools import partial
 from typing import Any
 
 import click
 
 from agentd.cli.agentctl.create import (
     async_option,
-    create_repeatedly,
     given_devices,
     kernel_body,
     kernel_options,
@@ -228,23 +226,20 @@ def create(client: Client, /, **options: Any) -> None:
     }
     body = kernel_body(options) | {"placement": {k: v for k, v in placement.items() if v}}
     is_dry, headers = options["dry_run"], {"Prefer": "respond-async"}
+    path = api_path("kernels", dry_run=is_dry)
 
     def create_placed(body: Mapping[str, Any]) -> dict[str, Any]:
         call: Call[dict[str, Any]] = Call(
-            "POST",
-            api_path("kernels", dry_run=is_dry),
-            body,
-            headers if options["is_async"] else {},
+            "POST", path, body, headers if options["is_async"] else {}, is_repeatable=False
         )
-        return client.execute(call, timeout_s=CREATE_TIMEOUT_S)
+        return client.execute_create(call)
 
-    def create_once_placed(body: Mapping[str, Any]) -> dict[str, Any]:
-        return create_repeatedly(partial(create_placed, body), body["kernel_id"])
-
-    content = create_placed(body) if is_dry else with_progress(client, body, create_once_placed)
     if not is_dry:
-        print_answer(content, _KERNEL_COLUMNS, _fleet_kernel_row, wide=WIDE_KERNEL_COLUMNS)
-    elif not print_data(content, given_devices(content)):
+        kernel = with_progress(client, body, create_placed)
+        print_answer(kernel, _KERNEL_COLUMNS, _fleet_kernel_row, wide=WIDE_KERNEL_COLUMNS)
+        return
+    content = client.execute(Call[dict[str, Any]]("POST", path, body), timeout_s=CREATE_TIMEOUT_S)
+    if not print_data(content, given_devices(content)):
         print_text(f"node {content['node_id']}, agent {content['agent_id']}")
         print_decision(content)
 

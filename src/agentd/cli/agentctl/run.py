@@ -28,8 +28,6 @@ import click
 
 from agentd.cli.agentctl import completion
 from agentd.cli.agentctl.create import (
-    RECONNECT_TIMEOUT_S,
-    create_repeatedly,
     explaining_refusal,
     kernel_body,
     kernel_options,
@@ -46,7 +44,7 @@ from agentd.cli.agentctl.options import (
 )
 from agentd.client import Client
 from agentd.client.calls import Call
-from agentd.client.creates import kernel_request
+from agentd.client.creates import CreateAttempts, kernel_request
 from agentd.client.defaults import CREATE_TIMEOUT_S
 from agentd.client.following import Outages
 from agentd.client.paths import api_path
@@ -72,6 +70,8 @@ FORWARDED = (*ENDING_SIGNALS, *USER_SIGNALS)
 """Of those that ask for an end, the first is passed on, the second kills, the third leaves."""
 STREAMS = {"stdout": 1, "stderr": 2}
 PAUSE_S, WATCH_S = 0.2, 2.0
+RECONNECT_TIMEOUT_S = 15.0
+"""Seconds for which a daemon that does not answer is asked again."""
 HANGUP_TIMEOUT_S = 1.0
 """Seconds between the loss of a terminal and the HUP that tells of it."""
 RUN_LABEL = "agentctl.run"
@@ -251,9 +251,7 @@ class Run:
         """
         event: _Event
         try:
-            create_repeatedly(
-                self._create, self._kernel_id, pause=self._pause, retry_s=RECONNECT_TIMEOUT_S
-            )
+            self._create_repeatedly()
         except AgentdError as error:
             self._is_created = False
             event = error
@@ -264,6 +262,20 @@ class Run:
         if self._body.get("remove"):
             self._remove()
         self._events.put(event)
+
+    def _create_repeatedly(self) -> None:
+        retry_s = lost_s = RECONNECT_TIMEOUT_S
+        attempts = CreateAttempts(
+            self._kernel_id, timeout_s=CREATE_TIMEOUT_S, retry_s=retry_s, lost_s=lost_s
+        )
+        with attempts.named_errors():
+            while True:
+                attempts.next_timeout_s()
+                try:
+                    return self._create()
+                except Unavailable as error:
+                    pause_s = attempts.pause_s(error)
+                self._pause(pause_s)
 
     def _create(self) -> None:
         """Create the kernel; after a signal, only wait for one whose answer was lost.

@@ -420,10 +420,8 @@ class DockerRuntime:
         with translate_errors():
             try:
                 await self._docker.call("POST", path, {"signal": str(number)})
-            except DockerError as error:
-                if error.status in (NOT_FOUND, CONFLICT):
-                    return False
-                found = await self.find(ref)  # engines answer 500 if its process has just ended
+            except DockerError:  # engines answer 404, 409, or 500 if its process has just ended
+                found = await self.find(ref)
                 if found is not None and found.is_alive:
                     raise
                 return False
