@@ -380,7 +380,8 @@ def test_every_code_of_the_daemon_is_an_error_of_the_client(code: str) -> None:
 def test_answers_that_are_no_problems_are_errors_all_the_same() -> None:
     assert isinstance(error_from_response(500, b"<html>"), Refused)
     for status in (502, 504):
-        assert isinstance(error_from_response(status, b"<html>"), AnswerLost)
+        for body in (b"<html>", b'{"message": "An invalid response was received"}', b"[]"):
+            assert isinstance(error_from_response(status, body), AnswerLost)
     for body in (b"<html>", b'{"message": "no healthy upstream"}'):
         refused = error_from_response(503, body, "7")
         assert isinstance(refused, RefusedForNow)

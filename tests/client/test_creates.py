@@ -16,6 +16,7 @@ from agentd.errors import (
     KernelConflict,
     OutcomeUnknown,
     Refused,
+    RefusedForNow,
     Unreachable,
 )
 from support.web_server import served
@@ -118,6 +119,7 @@ CASES = {
     "a fault of the daemon": Case(("Internal",), 1, Refused, may_exist=True),
     "never answered": Case((LOST,), 31, AnswerLost, may_exist=True),
     "unknown for ever": Case(("OutcomeUnknown",), 31, OutcomeUnknown, may_exist=True),
+    "a balancer without a node for ever": Case((BALANCER,), 31, RefusedForNow, may_exist=True),
     "refused for the moment for ever": Case(("ImageUnavailable",), 31, ImageUnavailable),
 }
 

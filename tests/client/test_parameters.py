@@ -23,6 +23,7 @@ SAMPLES: dict[str, tuple[Any, Any]] = {
     "float": (1.0, 2.0), "float | None": (1.0, 2.0),
     "Mapping[str, str] | None": ({"a": "b"}, {"a": "c"}),
     "Mapping[str, Any]": ({"command": ["a"]}, {"command": ["b"]}),
+    "Call[T]": (Call("POST", "/one", {}), Call("POST", "/other", {})),
 }  # fmt: skip
 """Two values of each type of a parameter."""
 REQUIRED = inspect.Parameter.empty

@@ -183,6 +183,49 @@ async def test_wait_of_many_kernels_asks_a_silent_node_once(folder: Path) -> Non
     assert done.stderr.endswith("agentctl: not ended: k1, k2, k3, k4\n")
 
 
+@asynccontextmanager
+async def showing(folder: Path, answers: dict[str, list[int]]) -> AsyncIterator[None]:
+    """A server whose kernels are shown with these statuses in turn, the last one for good."""
+
+    async def show(request: web.Request) -> web.Response:
+        left = answers[request.match_info["kernel"]]
+        status = left.pop(0) if len(left) > 1 else left[0]
+        state = "terminated" if status == 202 else "running"
+        if status == 503:
+            problem = {"code": "NodeUnavailable", "status": 503, "detail": "node n2"}
+            return web.json_response(problem, status=503)
+        return web.json_response({"kernel_id": "k", "state": state})
+
+    app = web.Application()
+    app.router.add_get("/v1/kernels/{kernel}", show)
+    runner = web.AppRunner(app, shutdown_timeout=0)
+    await runner.setup()
+    await web.UnixSite(runner, str(folder / "agentd.sock")).start()
+    yield
+    await runner.cleanup()
+
+
+NODES_AWAY = {
+    "an outage of one of two": ("wait up down", {"up": [200], "down": [200] + [503] * 3 + [202]}),
+    "a node that was never there": ("wait down up", {"up": [200], "down": [503]}),
+    "that node last": ("wait up down", {"up": [200], "down": [503]}),
+}
+
+
+@pytest.mark.parametrize("case", NODES_AWAY)
+async def test_wait_tells_an_outage_once_however_many_wait(folder: Path, case: str) -> None:
+    line, answers = NODES_AWAY[case]
+    answers = {kernel: list(statuses) for kernel, statuses in answers.items()}
+    async with showing(folder, answers):
+        waiting = Agentctl(folder, line)
+        if case == "an outage of one of two":
+            await until(lambda: waiting.printed() == "down\n", text="the end of the other one")
+            answers["up"][:] = [202]
+        done = await waiting.done()
+    assert done.status == (0 if answers["down"] == [202] else 1)
+    assert done.stderr.count("node n2") == 1
+
+
 @pytest.mark.parametrize("line", ["wait k1", "logs -f k1", "logs -f k1 k2", "top", "events"])
 async def test_daemon_that_was_never_there_is_not_waited_for(folder: Path, line: str) -> None:
     done = await Agentctl(folder, line).done()

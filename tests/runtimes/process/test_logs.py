@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from agentd.errors import RuntimeUnavailable
+from agentd.runtimes.process import logs
 from agentd.runtimes.process.logs import LogReader, open_log
 from agentd.runtimes.process.shim_output import MAX_GAPS, KernelOutput
 from agentd.services.protocols import KernelLog, LogQuery
@@ -167,6 +168,27 @@ async def test_a_follower_that_is_overtaken_hears_of_it(printing, tmp_path: Path
         with pytest.raises(RuntimeUnavailable, match="output lost from 10 to 90"):
             await anext(log.chunks)
     assert read_all(tmp_path, LogQuery(from_position=10))[0] == 90
+
+
+def test_files_that_are_rotated_away_meanwhile_are_listed_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    bundle = write_files(tmp_path, {0: b"one\n", 4: b"two\n"})
+    list_all, rotations = logs.list_names, [(4, 8), (8, 12)]
+
+    def list_and_rotate(folder: Path) -> list[str]:
+        names = list(list_all(folder))
+        if rotations:
+            gone, new = rotations.pop(0)
+            (bundle / f"output.log.{gone}").unlink()
+            write_files(bundle, {new: b"new\n"})
+        return names
+
+    reader = LogReader(bundle)
+    monkeypatch.setattr(logs, "list_names", list_and_rotate)
+    reader.open(LogQuery(from_position=9, follow=True))
+    assert (reader.position, reader.read()) == (12, b"new\n")
+    reader.close()
 
 
 async def test_log_that_is_not_followed_outlives_rotations(printing, tmp_path: Path) -> None:

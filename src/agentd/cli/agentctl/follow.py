@@ -186,27 +186,11 @@ def wait(client: Client, kernels: Sequence[str], target: str, timeout: float | N
     deadline = math.inf if timeout is None else began + timeout
     last_call = max(deadline, began + MIN_TIMEOUT_S)
     pending, failed = dict.fromkeys(kernels), False
-    outages, outage = Outages(print_outage), None
-
-    def check(kernel: str) -> None:
-        nonlocal outage
-        try:
-            has_reached = _has_reached(client, kernel, target, last_call)
-        except Unavailable as error:
-            outage = error
-            return
-        if has_reached:
-            del pending[kernel]
-            print_text(kernel)
-
+    outages = Outages(print_outage)
     while pending:
-        outage, pause_s = None, _POLL_S
-        for kernel in tuple(pending):
-            if time.monotonic() > last_call:
-                break
-            if for_each([kernel], check):
-                del pending[kernel]
-                failed = True
+        pause_s = _POLL_S
+        has_failed, outage = _check_each(client, pending, target, last_call)
+        failed = failed or has_failed
         if outage is None:
             outages.on_answer()
         else:
@@ -217,6 +201,32 @@ def wait(client: Client, kernels: Sequence[str], target: str, timeout: float | N
         if pending:
             time.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
     sys.exit(failed)
+
+
+def _check_each(
+    client: Client, pending: dict[str, None], target: str, last_call: float
+) -> tuple[bool, Unavailable | None]:
+    """Drop the kernels that need not be waited for; return whether one failed, and an outage."""
+    failed, outage = False, None
+
+    def check(kernel: str) -> None:
+        nonlocal outage
+        try:
+            if not _has_reached(client, kernel, target, last_call):
+                return
+        except Unavailable as error:
+            outage = error
+            return
+        del pending[kernel]
+        print_text(kernel)
+
+    for kernel in tuple(pending):
+        if isinstance(outage, Unreachable) or time.monotonic() > last_call:
+            break
+        if for_each([kernel], check):
+            del pending[kernel]
+            failed = True
+    return failed, outage
 
 
 def _has_reached(client: Client, kernel: str, target: str, last_call: float) -> bool:
