@@ -14,7 +14,7 @@ from aiohttp import web
 
 from agentd.client import AsyncClient, Client
 from agentd.client.defaults import enable_keepalive
-from agentd.errors import InvalidRequest, TooManyStreams, Unreachable
+from agentd.errors import InvalidRequest, RefusedForNow, TooManyStreams, Unreachable
 from support.fork_server import run
 from support.web_server import served
 
@@ -79,6 +79,23 @@ async def test_many_calls_in_progress_delay_no_other(tmp_path: Path, kind: str) 
         answers = await asyncio.gather(*(client.node() for _ in range(120)))
     assert {node["id"] for node in answers} == {"n1"}
     await runner.cleanup()
+
+
+async def test_signal_that_a_proxy_may_have_passed_on_is_sent_once(tmp_path: Path) -> None:
+    sent: list[str] = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        sent.append(request.path)
+        return web.Response(status=503, text="upstream connect error or reset before headers")
+
+    path = tmp_path / "socket"
+    async with served(path, answer):
+        async with AsyncClient(path) as client:
+            with pytest.raises(RefusedForNow):
+                await client.signal_kernel("k1", "INT")
+        with pytest.raises(RefusedForNow):
+            await asyncio.to_thread(Client(path).signal_kernel, "k1", "INT")
+    assert sent == ["/v1/kernels/k1/signal"] * 2
 
 
 @pytest.mark.parametrize("client", [AsyncClient, Client])

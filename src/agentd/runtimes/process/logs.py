@@ -24,7 +24,7 @@ from agentd.services.protocols import KernelLog, LogQuery, LogStream
 _CHUNK_BYTES = 64 * 1024
 POLL_S = 0.2
 """Seconds between polls of a followed file."""
-MAX_HELD_FILES = 4
+MAX_HELD_FILES = 32
 TAIL_BYTES = 16 << 20
 """Maximum bytes searched for the last lines; earlier output counts as old."""
 _FILE_NAME = re.compile(re.escape(LOG_PREFIX) + r"(\d{1,18})")
@@ -39,7 +39,7 @@ class LogReader:
         self._file: BinaryIO | None = None
         self._file_position = -1
         self._held: dict[int, BinaryIO] = {}
-        """The newest files at `open`, if not followed: a rotation does not take them away."""
+        """The newest files at `open`, unless followed: rotations take nothing away from it."""
         self.position = 0
         """The position of the next byte."""
 
