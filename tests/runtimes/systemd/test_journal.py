@@ -20,22 +20,33 @@ for option; do case $option in
     --cursor=*) first=${option#--cursor=};;
     --after-cursor=*) first=$((${option#--after-cursor=} + 1));;
     --lines=*) lines=${option#--lines=};;
-    _UID=7) cat others;;
+    _UID=7) cat others; is_selected=1;;
+    _*) is_selected=1;;
 esac; done
+[ "$is_selected" ] || cat system
 [ "$lines" = all ] && lines=+1
 awk -v first=$first "NR >= first && length" journal | tail -n $lines
 """
 """A journalctl whose cursors are the numbers of lines; vacuumed lines are empty."""
 
 
-@pytest.mark.parametrize(
-    ("others", "known"),
-    [("", False), ("older", True)],
-    ids=["files that begin with the kernel", "files with an older line of its user"],
-)
+VACUUMS = {
+    "files that begin with the kernel": ("", "", [], False),
+    "an older line of its user": ("older", "", ["m/user-7@1.journal"], True),
+    "the first line of its user": ("", "older", ["m/user-7.journal", "m/user-8@1.journal"], True),
+    "the first line of its user that is kept": ("", "older", ["m/user-7@1.journal"], False),
+}
+
+
+@pytest.mark.parametrize("case", VACUUMS)
 async def test_positions_survive_a_vacuum(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, others: str, known: bool
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str
 ) -> None:
+    others, system, files, known = VACUUMS[case]
+    for file in files:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).touch()
+    monkeypatch.setattr("agentd.runtimes.systemd.journal.JOURNAL_FOLDERS", (str(tmp_path),))
     (tmp_path / "journalctl").write_text(JOURNALCTL)
     (tmp_path / "journalctl").chmod(0o755)
     entries = [
@@ -47,6 +58,8 @@ async def test_positions_survive_a_vacuum(
     ]
     older = {"__CURSOR": "0", "__REALTIME_TIMESTAMP": "1", "MESSAGE": others, "_UID": "7"}
     (tmp_path / "others").write_text(f"{json.dumps(older)}\n" if others else "")
+    system_line = {**older, "MESSAGE": system, "_UID": "0"}
+    (tmp_path / "system").write_text(f"{json.dumps(system_line)}\n" if system else "")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("agentd.runtimes.log_positions.ANCHOR_BYTES", 4)

@@ -13,6 +13,7 @@ import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from datetime import UTC, datetime
+from pathlib import Path
 
 import msgspec
 
@@ -23,6 +24,8 @@ from agentd.services.protocols import LogQuery
 
 _MAX_BYTES, _CHUNK_BYTES = 16 << 20, 64 << 10
 SYNC_TIMEOUT_S = 5.0
+JOURNAL_FOLDERS = ("/var/log/journal", "/run/log/journal")
+"""With a folder for each namespace (systemd-journald.service(8))."""
 
 
 class JournalSource(msgspec.Struct, frozen=True):
@@ -90,14 +93,23 @@ class JournalSource(msgspec.Struct, frozen=True):
             await entries.aclose()
 
     async def is_whole(self) -> bool:
-        """Return whether the journal has an older line of the same user, so it dropped none here.
+        """Return whether the journal has dropped no line here, as far as older ones tell.
 
-        journald keeps the lines of each user in files of their own, and drops whole files.
+        journald drops whole files, the oldest of the archived ones first, and keeps the lines of
+        each user in files of their own: an older line of another user tells nothing of those.
         """
         own = await self._oldest(self.matches)
         if own is None:
             return True
-        return await self._oldest([f"_UID={own.get('_UID')}"]) not in (None, own)
+        if await self._oldest([f"_UID={own.get('_UID')}"]) not in (None, own):
+            return True
+        return await self._oldest([]) not in (None, own) and not self._has_archived(own)
+
+    def _has_archived(self, record: Mapping[str, object]) -> bool:
+        """Return whether there are older files of the user of a line, or may be."""
+        namespace = "" if self.agent_id is None else f".{namespace_name(self.agent_id)}"
+        pattern = f"*{namespace}/user-{record.get('_UID')}@*"
+        return any(any(Path(folder).glob(pattern)) for folder in JOURNAL_FOLDERS)
 
     async def _oldest(self, matches: Sequence[str]) -> Mapping[str, object] | None:
         async with aclosing(_read_records(self, ["--lines=all", *matches])) as records:
