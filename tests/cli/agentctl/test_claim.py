@@ -35,4 +35,5 @@ async def test_command_ignores_the_signals_of_the_caller(
     done = subprocess.run(script, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
     mask = int(re.findall(r"SigIgn:\s+(\w+)", done.stdout)[0], 16)
-    assert {number for number in range(1, 65) if mask >> (number - 1) & 1} == ignored
+    usual = range(1, signal.SIGSYS + 1)  # the next two are glibc's own, see nptl(7)
+    assert {number for number in usual if mask >> (number - 1) & 1} == ignored

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from functools import partial
+from http import HTTPStatus
 from typing import TypeVar
 
 import structlog
@@ -316,8 +317,8 @@ class Gateway(Site):
         return json_response(content, headers=headers)
 
     def _kernel_response(self, node_answer: NodeAnswer, node_id: str) -> web.Response:
-        """Return a node's answer with the node id added; an empty one or a problem is unchanged."""
-        if node_answer.is_error or not node_answer.body:
+        """Return a node's answer with the node id added; no content or a problem is unchanged."""
+        if node_answer.is_error or node_answer.status == HTTPStatus.NO_CONTENT:
             return self._node_response(node_answer)
         kernel = {**node_answer.content(), "node_id": node_id}
         return self._with_revision(json_response(kernel, node_answer.status))
