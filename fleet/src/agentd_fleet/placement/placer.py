@@ -333,13 +333,11 @@ class Placer:
         path = f"/v1/kernels/{placed.kernel_id}"
         stored = await self._store.route(placed.kernel_id)
         node = self._state.node(placed.node_id)
-        is_routed = stored is not None and stored.route.node_id == placed.node_id
-        own = (
-            None
-            if node is None or is_routed
-            else await self._nodes.call(node, GATEWAY, "GET", path)
-        )
-        if node is None or own is None or own.is_unknown_kernel:
+        if node is None or (stored is not None and stored.route.node_id == placed.node_id):
+            self._unrouted.discard(placed)
+            return
+        own = await self._nodes.call(node, GATEWAY, "GET", path)
+        if own.is_unknown_kernel:
             self._unrouted.discard(placed)
             return
         if own.is_error or (stored is not None and stored.route.progress is RouteProgress.PLACING):

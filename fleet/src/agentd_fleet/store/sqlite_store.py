@@ -103,14 +103,18 @@ class SqliteStore:
                 log.warning("slot_type.read_failed", reason=str(error))
             else:
                 self._state.add_slot_type(slot)
+        addresses = {address for address, _ in self._nodes}
         for node_id, value in await self._transact(
             lambda: self._rows("SELECT node_id, value FROM known")
         ):
             if is_name(node_id):
                 self._known_values[node_id] = _bytes(value)
                 node = parse_known_node(node_id, self._known_values[node_id])
-                is_listed = node.url in {address for address, _ in self._nodes}
-                reason = "" if is_listed else f"{node.url} is not in the nodes of the settings"
+                reason = (
+                    ""
+                    if node.url in addresses
+                    else f"{node.url} is not in the nodes of the settings"
+                )
                 self._state.update_node(replace(node, seen_at=time.time(), exclusion_reason=reason))
                 self._expect(node)
         for node_id, value in await self._transact(
