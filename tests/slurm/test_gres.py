@@ -139,6 +139,15 @@ def test_gres_refuses_files_that_it_cannot_name(file: str) -> None:
         ('{"agent": "a", "devices": {"x": {}}}', "invalid index: got 'x'"),
         ('{"agent": "a", "devices": {"01": {}}}', "invalid index: got '01'"),
         ('{"agent": "a", "devices": {"0": {"id": "cuda0"}}}', "invalid device 0"),
+        ('{"agent": "a", "devices": {"0": {"id": "c", "stable_id": "\\ud800"}}}', "device 0"),
+        ('{"agent": "a", "devices": {"0": {"id": "c", "stable_id": "s", "type": ""}}}', "device 0"),
+        (
+            '{"agent": "a", "devices": {"0": {"id": "c", "stable_id": "s", "type": "a:b"}}}',
+            "0: got",
+        ),
+        ('{"agent": "a", "devices": {"0": ' + "[" * 900 + "]" * 900 + "}}", "invalid device 0"),
+        ('{"agent": "a", "devices": {"' + "9" * 5000 + '": {}}}', "invalid index"),
+        ("[" * 100_000, "invalid JSON"),
     ],
 )
 def test_map_that_is_malformed_is_refused(text: str, reason: str) -> None:
@@ -157,9 +166,18 @@ def test_map_begins_with_a_byte_order_mark(tmp_path: Path) -> None:
     assert read_map(tmp_path / "map.json") == mapped
 
 
+def test_map_without_types_names_each_device_by_its_id() -> None:
+    entries = {"0": {"id": "cuda0:1", "stable_id": "x"}, "1": {"id": "c", "stable_id": "y"}}
+    entries["1"]["type"] = "a100"
+    mapped = parse_map(json.dumps({"agent": "slurm", "devices": entries}))
+    assert [device.gres_type for device in mapped.devices.values()] == ["cuda0_1", "a100"]
+    assert mapped.as_json()["devices"] == entries
+
+
 @given(st.lists(st.from_regex(r"cuda[0-9]{1,3}", fullmatch=True), unique=True))
 def test_map_is_read_back_in_its_order(ids: list[str]) -> None:
-    mapped = GresMap.of("slurm", [GresDevice(name, f"GPU-{name}") for name in ids])
+    devices = [GresDevice(name, f"GPU-{name}", "a100" * (len(name) % 2)) for name in ids]
+    mapped = GresMap.of("slurm", devices)
     assert parse_map(json.dumps(mapped.as_json())) == mapped
     numbers = [int(entry.device_id.removeprefix("cuda")) for entry in mapped.devices.values()]
     assert numbers == sorted(numbers)
