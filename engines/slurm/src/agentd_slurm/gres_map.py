@@ -46,8 +46,13 @@ class GresMap(NamedTuple):
 
     @classmethod
     def of(cls, agent: str, devices: Iterable[GresDevice]) -> GresMap:
-        """Return the map of devices in natural order, in which cuda2 precedes cuda10."""
+        """Return the map of devices, type by type, in the order that Slurm counts them.
+
+        Types and the devices of each are in natural order, in which cuda2 precedes cuda10.
+        """
         ordered = sorted(devices, key=lambda device: natural_key(device.device_id))
+        types = list(dict.fromkeys(device.gres_type for device in ordered))
+        ordered.sort(key=lambda device: types.index(device.gres_type))
         return cls(agent, dict(enumerate(ordered)))
 
     def as_json(self) -> dict[str, Any]:
