@@ -23,7 +23,7 @@ from agentd.core.claim.allocation import (
     split_slots,
     with_claimed_usable,
 )
-from agentd.core.claim.claim import ClaimSpec, subtract_allocations
+from agentd.core.claim.claim import Claim, ClaimSpec, subtract_allocations
 from agentd.core.devices import DeviceId, Inventory, by_any_name
 from agentd.core.hardware_names import normal_name
 from agentd.core.kernel.options import unsupported_members
@@ -195,6 +195,8 @@ class Planner:
         claimed_slots, free_slots = split_slots(request.slots, request.claimed.names)
         named_devices = request.named_devices
         from_claim = Allocation()
+        if request.claimed.names and not claimed_slots and not _requested_device_names(spec):
+            raise _nothing_left(state.claim(spec.claim_id or ""), state)
         if claimed_slots:
             from_claim = allocate_from_claim(
                 request.claimed.unused,
@@ -406,6 +408,14 @@ def _find_claimed_devices(spec: KernelSpec, state: NodeState) -> ClaimedDevices:
         claim.allocation, (kernel.allocation for kernel in users.values())
     )
     return ClaimedDevices(claimed_names(claim.allocation), unused)
+
+
+def _nothing_left(claim: Claim, state: NodeState) -> InsufficientResource:
+    """Return the refusal of a request for what is left of a claim: its kernels hold it all."""
+    slot, amount = next(iter(claim.slots.items()))
+    users = ", ".join(state.claim_kernels(claim.claim_id)) or "none"
+    amounts = f"nothing is left of claim {claim.claim_id} (its kernels: {users})"
+    return InsufficientResource(slot, amount, "0", (), amounts=amounts)
 
 
 def _requested_device_names(spec: KernelSpec) -> frozenset[str]:
