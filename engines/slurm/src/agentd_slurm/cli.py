@@ -109,7 +109,7 @@ def agentctl_slurm() -> None:
 @click.option("--agent", metavar="NAME", help="Agent with the devices. Default: the only one.")
 @click.option(
     "--types",
-    type=click.Choice(["model", "device"]),
+    type=click.Choice(["device", "model"]),
     help="One type for each. Default: model, device if agents share some.",
 )
 @click.option(
@@ -160,6 +160,8 @@ def gres(
         devices = gpus_of(chosen, client.devices())
         are_shared = any(len(row["agents"]) > 1 for row in devices)
         are_models = (types or ("device" if are_shared else "model")) == "model"
+        if named and not are_models:
+            raise NoGres("--type names models: it needs --types model")
         types_by_id = model_types(devices, named) if are_models else {}
         if not as_json and (role := client.whoami()["role"]) != "admin":
             raise NoGres(f"role {role} cannot list device files (required: admin)")
