@@ -195,7 +195,11 @@ class Planner:
         claimed_slots, free_slots = split_slots(request.slots, request.claimed.names)
         named_devices = request.named_devices
         from_claim = Allocation()
-        if request.claimed.names and not claimed_slots and not _requested_device_names(spec):
+        if (
+            request.claimed.names
+            and not claimed_slots
+            and not any(map(_is_amount, spec.slots.values()))
+        ):
             raise _nothing_left(state.claim(spec.claim_id or ""), state)
         if claimed_slots:
             from_claim = allocate_from_claim(
@@ -423,8 +427,13 @@ def _requested_device_names(spec: KernelSpec) -> frozenset[str]:
     return frozenset(
         device_name_of(slot)
         for slot, amount in spec.slots.items()
-        if slot in (CPU, MEM) or not isinstance(amount, Quantity) or amount.value
+        if slot in (CPU, MEM) or _is_amount(amount)
     )
+
+
+def _is_amount(amount: object) -> bool:
+    """Return whether an amount of a request is not zero."""
+    return not isinstance(amount, Quantity) or bool(amount.value)
 
 
 def _resolve_named_devices(
