@@ -73,6 +73,7 @@ class SlurmCluster:
         self.extra: dict[str, str] = {}
         self.gres: dict[str, tuple[str, str]] = {}
         self.constrains_devices = "no"
+        self.partitions = {"main": "Nodes=ALL Default=YES MaxTime=INFINITE State=UP"}
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         self._namespace: subprocess.Popen[bytes] | None = None
         self.folders: dict[str, Path] = {}
@@ -103,7 +104,7 @@ class SlurmCluster:
             gres = self.gres.get(node, ("", ""))[1]
             where = f"NodeAddr={ADDRESS} Port={18001 + number} NodeHostname={socket.gethostname()}"
             lines.append(f"NodeName={node} {where} CPUs=16 {gres} State=UNKNOWN")
-        lines.append("PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP")
+        lines += (f"PartitionName={name} {text}" for name, text in self.partitions.items())
         (etc / "slurm.conf").write_text("\n".join(lines) + "\n")
         (etc / "gres.conf").write_text(
             "".join(
