@@ -9,6 +9,7 @@ import re
 import subprocess
 from pathlib import Path
 
+from support.slurm_cluster import make_device
 from support.slurm_nodes import BIN, NodesOf, SlurmNodes
 
 OPENS = """
@@ -33,28 +34,20 @@ def own_devices(nodes: SlurmNodes) -> str:
 
 def printed(nodes: SlurmNodes, *words: str) -> subprocess.CompletedProcess[str]:
     """Run the command on the first node."""
-    command = [BIN / "agentctl", "slurm", "gres", *words, *MODELS]
+    command = [BIN / "agentctl", "slurm", "gres", *words]
     environment = nodes.environment(nodes.node)
     return subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
 
 
-def switch_on(nodes: SlurmNodes) -> None:
-    """Use what the command prints: lines, `Gres=`, map and stand-ins."""
-    stand_ins = nodes.cluster.folder / "stand-ins"
-    stand_ins.mkdir()
-    first = printed(nodes, f"--files={stand_ins}")
-    for command in re.findall(r"create it with: (.*)", first.stderr):
-        subprocess.run(command, shell=True, check=True)  # noqa: S602 - an operator pastes it
-    again = printed(nodes, f"--files={stand_ins}")
-    assert (again.stdout, again.stderr) == (first.stdout, "")
-    lines = re.findall(r"^Name=gpu .*$", first.stdout, re.MULTILINE)
-    (gres,) = re.findall(r"^Gres=.*$", first.stdout, re.MULTILINE)
-    assert (len(lines), gres) == (2, "Gres=gpu:a100:3,gpu:v100:2"), "one line for each model"
+def switch_on(nodes: SlurmNodes, text: str, *words: str) -> list[str]:
+    """Use the printed lines, `Gres=` and map; return the lines and `Gres=`."""
+    lines = re.findall(r"^Name=gpu .*$", text, re.MULTILINE)
+    (gres,) = re.findall(r"^Gres=.*$", text, re.MULTILINE)
     nodes.cluster.gres[nodes.node] = ("\n".join(lines), gres)
-    nodes.map_file(nodes.node).write_text(printed(nodes, "--json").stdout)
-    nodes.cluster.constrains_devices = "yes"
+    nodes.map_file(nodes.node).write_text(printed(nodes, "--json", *words).stdout)
     hooks = f"Prolog={nodes.folder}/prolog\nEpilog={nodes.folder}/epilog"
     nodes.configure_slurm(f"TaskPlugin=task/cgroup\n{hooks}")
+    return [*lines, gres]
 
 
 def opened_by(nodes: SlurmNodes, output: Path) -> list[str]:
@@ -66,13 +59,22 @@ def opened_by(nodes: SlurmNodes, output: Path) -> list[str]:
 
 async def test_job_of_a_model_claims_the_device_it_may_open(slurm: NodesOf) -> None:
     nodes = await slurm(gpu_count=0, text=own_devices, is_switched_on=False)
-    switch_on(nodes)
     cluster = nodes.cluster
+    cluster.constrains_devices = "yes"
+    stand_ins = cluster.folder / "stand-ins"
+    stand_ins.mkdir()
+    first = printed(nodes, f"--files={stand_ins}", *MODELS)
+    for command in re.findall(r"create it with: (.*)", first.stderr):
+        subprocess.run(command, shell=True, check=True)  # noqa: S602 - an operator pastes it
+    again = printed(nodes, f"--files={stand_ins}", *MODELS)
+    assert (again.stdout, again.stderr) == (first.stdout, "")
+    *lines, gres = switch_on(nodes, first.stdout, *MODELS)
+    assert (len(lines), gres) == (2, "Gres=gpu:a100:3,gpu:v100:2"), "one line for each model"
     probe = nodes.folder / "probe.py"
     probe.write_text(OPENS)
     opened: dict[str, list[str]] = {}
     for gpus in ("a100:1", "v100:1", "a100:2", "v100:1"):
-        script = f"/usr/bin/python3 {probe} {cluster.folder}/stand-ins/*; sleep 1000"
+        script = f"/usr/bin/python3 {probe} {stand_ins}/*; sleep 1000"
         job = cluster.submit(f"--gres=gpu:{gpus}", "-n1", script=script)
         opened[f"slurm-{job}"] = opened_by(nodes, cluster.folder / f"out-{job}")
     await nodes.until_claims(opened)
@@ -81,3 +83,23 @@ async def test_job_of_a_model_claims_the_device_it_may_open(slurm: NodesOf) -> N
     assert sorted(of_a100) == ["cuda0", "cuda10", "cuda3"]
     checks = await asyncio.to_thread(nodes.engine, nodes.node, "doctor", "--node", nodes.node)
     assert "ok   Gres:" in checks.stdout, checks.stdout
+
+
+async def test_jobs_claim_different_instances_of_one_type(slurm: NodesOf) -> None:
+    """As of MIG instances: a file that they share, and one of each one's own."""
+
+    def with_files(nodes: SlurmNodes) -> str:
+        dev = nodes.cluster.own / "dev"
+        return f'{own_devices(nodes)}files = ["{dev}/gpu", "{dev}/{{id}}"]\n'
+
+    nodes = await slurm(gpu_count=0, text=with_files, is_switched_on=False)
+    for name in ("gpu", "cuda0", "cuda1", "cuda2", "cuda3", "cuda10"):
+        make_device(nodes.folder / nodes.node / "dev" / name)
+    words = ["--type=a100_1g.10gb"]
+    *lines, gres = switch_on(nodes, printed(nodes, *words).stdout, *words)
+    assert (len(lines), gres) == (5, "Gres=gpu:a100_1g.10gb:5")
+    claims = {}
+    for device in ("cuda0", "cuda1", "cuda2"):
+        job = nodes.cluster.submit("--gres=gpu:a100_1g.10gb:1", "-n1")
+        claims[f"slurm-{job}"] = [device]
+        await nodes.until_claims(claims)

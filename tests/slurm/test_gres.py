@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentd_slurm.cli import gres
+from agentd_slurm.decisions.doctor import check_gres
 from agentd_slurm.gres import (
     NoGres,
     choose_agent,
@@ -114,6 +115,14 @@ def test_gres_has_a_line_for_each_model_and_its_cores() -> None:
     order = ["cuda0", "cuda3", "cuda1", "cuda2", "cuda10", "cuda11"]
     assert [one.device_id for one in mapped.devices.values()] == order
     assert [one.gres_type for one in mapped.devices.values()] == ["v100"] * 2 + ["a100"] * 4
+
+
+def test_doctor_compares_the_order_of_the_types() -> None:
+    rows = [device("cuda0"), device("cuda1", model="V100"), device("cuda2")]
+    mapped = gres_map("slurm", rows, model_types(rows))
+    assert check_gres(mapped, "gpu:a100:2(S:0-1),gpu:v100:1(S:1)").passed
+    for wrong in ("gpu:v100:1,gpu:a100:2", "gpu:a100:2", "gpu:a100:1,gpu:v100:1", "(null)"):
+        assert not check_gres(mapped, wrong).passed
 
 
 def test_site_names_types_itself() -> None:

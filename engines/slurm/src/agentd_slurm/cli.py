@@ -141,34 +141,24 @@ def gres(
     Exit status: 0 printed, 1 the agent does not exist or has no accelerators, or gres.conf cannot
     express a device.
     """
+    from agentd_slurm import gres as lines
     from agentd_slurm.cores import read_cores
-    from agentd_slurm.gres import (
-        STAND_IN_MAJOR,
-        NoGres,
-        choose_agent,
-        files_of,
-        gpus_of,
-        gres_conf,
-        gres_map,
-        model_types,
-        node_gres,
-    )
     from agentd_slurm.gres_map import DEFAULT_MAP
 
     try:
-        chosen = choose_agent(agent, [row["agent_id"] for row in client.agents()])
-        devices = gpus_of(chosen, client.devices())
+        chosen = lines.choose_agent(agent, [row["agent_id"] for row in client.agents()])
+        devices = lines.gpus_of(chosen, client.devices())
         are_shared = any(len(row["agents"]) > 1 for row in devices)
         are_models = (types or ("device" if are_shared else "model")) == "model"
         if named and not are_models:
-            raise NoGres("--type names models: it needs --types model")
-        types_by_id = model_types(devices, named) if are_models else {}
+            raise lines.NoGres("--type names models: it needs --types model")
+        types_by_id = lines.model_types(devices, named) if are_models else {}
         if not as_json and (role := client.whoami()["role"]) != "admin":
-            raise NoGres(f"role {role} cannot list device files (required: admin)")
-        files_by_id = {} if as_json else files_of(devices, files)
-    except NoGres as error:
+            raise lines.NoGres(f"role {role} cannot list device files (required: admin)")
+        files_by_id = {} if as_json else lines.files_of(devices, files)
+    except lines.NoGres as error:
         raise click.ClickException(str(error)) from None
-    devices_by_index = gres_map(chosen, devices, types_by_id)
+    devices_by_index = lines.gres_map(chosen, devices, types_by_id)
     content = json.dumps(devices_by_index.as_json(), indent=1)
     if as_json:
         click.echo(content)
@@ -176,14 +166,14 @@ def gres(
     near = read_cores() if are_models else {}
     cores = {row["stable_id"]: near.get(row["numa_node"], "") for row in devices}
     click.echo("# gres.conf")
-    click.echo("\n".join(gres_conf(devices_by_index, files_by_id, cores)))
+    click.echo("\n".join(lines.gres_conf(devices_by_index, files_by_id, cores)))
     click.echo("\n# slurm.conf, in the NodeName= line of this node")
-    click.echo(node_gres(devices_by_index))
+    click.echo(lines.node_gres(devices_by_index))
     click.echo(f"\n# {DEFAULT_MAP}\n{content}")
     without = {row["stable_id"] for row in devices if not row["files"]}
     for index, device in devices_by_index.devices.items():
         file = Path(files_by_id[device.stable_id][0])
-        number = os.makedev(STAND_IN_MAJOR, index)
+        number = os.makedev(lines.STAND_IN_MAJOR, index)
         if device.stable_id in without and not (file.exists() and file.stat().st_rdev == number):
             text = f"agentctl: {file} is missing or another device; create it with: rm -f {file};"
-            click.echo(f"{text} mknod -m 666 {file} c {STAND_IN_MAJOR} {index}", err=True)
+            click.echo(f"{text} mknod -m 666 {file} c {lines.STAND_IN_MAJOR} {index}", err=True)

@@ -98,10 +98,9 @@ def _find_account(user: str) -> pwd.struct_passwd:
     """
     if os.geteuid() != 0:
         raise click.ClickException("--user needs root")
-    try:
+    with suppress(KeyError, ValueError):
         return pwd.getpwnam(user)
-    except (KeyError, ValueError):
-        raise click.ClickException(f"unknown user {user!r}") from None
+    raise click.ClickException(f"unknown user {user!r}")
 
 
 def _become(account: pwd.struct_passwd, env: Mapping[str, str]) -> dict[str, str]:
