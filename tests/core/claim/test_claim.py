@@ -29,13 +29,13 @@ from agentd.core.claim.claim import (
 from agentd.core.claim.record import decode, encode
 from agentd.core.devices import DeviceId, Inventory
 from agentd.core.kernel.edits import ContainerEdits, DeviceNode, Mount
-from agentd.core.kernel.record import NewerRecordError, RecordError, read_members, seal
+from agentd.core.kernel.record import NewerRecordError, RecordError
 from agentd.core.partition.split import Partition
 from agentd.core.slots import ONE, ResourceSlots, SlotKind
 from agentd.errors import InsufficientResource
 from core import several_slots
 from core.machines import cores, gpus, machine, memory
-from support.damage import every_flip, of_schema_1
+from support.damage import every_flip, of_schema_1, resealed
 
 HOLDERS: list[ClaimHolder] = [
     ProcessHolder(17, 4711),
@@ -121,7 +121,7 @@ def test_a_record_is_read_back(holder: ClaimHolder) -> None:
 )
 def test_a_damaged_record_is_refused(changes: dict[str, object]) -> None:
     old = {**json.loads(of_schema_1(encode(claim(), "n"))), **changes}
-    for text in (json.dumps(old), *([seal(old)] if "schema" not in changes else [])):
+    for text in (json.dumps(old), resealed(encode(claim(), "n"), **changes)):
         with pytest.raises(RecordError):
             decode("c1", text)
 
@@ -133,13 +133,10 @@ def test_a_text_that_is_no_record_is_refused(text: str) -> None:
 
 
 def test_newer_record_is_told_apart_and_new_members_are_ignored() -> None:
-    content = read_members(encode(claim(), "n"))
-    assert decode("c1", seal(content | {"more": 1})) == claim()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("agentd.core.kernel.record.SCHEMA", 3)
-        newer = seal(content)
+    text = encode(claim(), "n")
+    assert decode("c1", resealed(text, more=1)) == claim()
     with pytest.raises(NewerRecordError):
-        decode("c1", newer)
+        decode("c1", resealed(text, schema=3))
 
 
 def test_no_flipped_bit_makes_another_claim() -> None:

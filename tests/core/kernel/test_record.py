@@ -47,11 +47,8 @@ def test_a_damaged_record_is_refused_or_read_as_some_record(position, byte) -> N
 
 
 def test_a_newer_schema_is_refused_and_unknown_members_are_not() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("agentd.core.kernel.record.SCHEMA", 3)
-        newer = encoded()
     with pytest.raises(NewerRecordError):
-        decode(newer)
+        decode(resealed(encoded(), schema=3))
     with pytest.raises(NewerRecordError):
         decode('{"schema":99}')
     assert decode(resealed(encoded(), extra={"a": [1]})) == KERNEL
@@ -61,7 +58,7 @@ def test_a_newer_schema_is_refused_and_unknown_members_are_not() -> None:
 @pytest.mark.parametrize("time", ["1e300", "NaN", "Infinity", "-1", '"x"', "null"])
 def test_a_time_that_cannot_be_shown_makes_a_record_unreadable(time) -> None:
     text = of_schema_1(encoded()).replace('"created_at":5.0', f'"created_at":{time}')
-    with pytest.raises(RecordError, match="malformed" if time in ("NaN", "Infinity") else "time"):
+    with pytest.raises(RecordError, match="invalid time"):
         decode(text)
 
 

@@ -49,6 +49,8 @@ def decode(claim_id: str, text: str) -> Claim:
         claim = msgspec.convert(raw | members, Claim)
         if claim.claim_id != claim_id or not is_name(claim.agent_id):
             raise RecordError("it is the record of another claim")
+        if not claim.allocation.shares:
+            raise RecordError("it holds nothing")
         return claim
 
 

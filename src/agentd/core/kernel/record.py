@@ -89,8 +89,8 @@ def encode(kernel: Kernel, node_id: str) -> str:
 
 
 def seal(members: Mapping[str, object]) -> str:
-    """Return a record with these members, its schema and its sum as one line of JSON."""
-    content = {**members, "schema": SCHEMA}
+    """Return a record of these members and their sum as one line of JSON, of this schema."""
+    content = {"schema": SCHEMA, **members}
     return _write({**content, "sum": _sum_of(content)})
 
 
@@ -107,12 +107,14 @@ def encode_allocation(allocation: Allocation) -> list[dict[str, str]]:
     return [entry for share in allocation.shares for entry in _encode_share(share)]
 
 
-def decode_allocation(raw: Iterable[Mapping[str, object]]) -> Allocation:
+def decode_allocation(raw: object) -> Allocation:
     """Read the allocation of a record; inverse of `encode_allocation`.
 
     Raises:
-        RecordError: a share is malformed, or a slot of a device is there twice.
+        RecordError: it is no list, a share is malformed, or a slot of a device is there twice.
     """
+    if not isinstance(raw, list):
+        raise RecordError("invalid allocation: expected a list")
     return _group_entries(_decode_share(item) for item in raw)
 
 
@@ -211,7 +213,10 @@ def read_members(text: str) -> dict[str, Any]:
         RecordError: it is damaged: it is not JSON, or its sum is wrong.
     """
     with malformed_as_record_error():
-        raw = msgspec.json.decode(text, type=dict[str, Any])
+        raw: dict[str, Any] = json.loads(text)
+        if not isinstance(raw, dict):
+            raise RecordError("it is no object of JSON")
+        msgspec.json.encode(raw)  # no half of a character, and no number that cannot be shown
         if "sum" in raw or raw.get("schema") in range(2, SCHEMA + 1):
             given_sum = raw.pop("sum", None)
             if given_sum != _sum_of(raw):
