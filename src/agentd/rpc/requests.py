@@ -174,8 +174,10 @@ class CreateKernelRequest(Body):
     slots: Amounts = Field({}, description=_SLOTS)
     devices: DeviceNames = Field({}, description=_DEVICES)
     claim: Id | None = Field(None, description="Take the devices from this claim.")
-    keep_claim: bool = Field(
-        False, description="Whether the claim outlives the kernel; only with `claim`."
+    keep_claim: bool | None = Field(
+        None,
+        description="Whether the claim outlives the kernel; only with `claim`."
+        " Default: whether the claim has an owner.",
     )
     mounts: list[MountRequest] = Field(
         [],

@@ -74,16 +74,18 @@ class Decision(msgspec.Struct, frozen=True):
     slots: Mapping[str, str]
     allocation: Allocation
     ports: tuple[Port, ...] = ()
+    keeps_claim: bool = False
 
 
 class ClaimedDevices(NamedTuple):
     """The claim of a request: its device names, and the devices that no other kernel holds.
 
-    Slots of these device names come from the claim alone.
+    Slots of these device names come from the claim alone. With `is_kept` it outlives the kernel.
     """
 
     names: frozenset[str] = frozenset()
     unused: Allocation = Allocation()
+    is_kept: bool = False
 
     def selectable_devices(
         self, named_devices: Mapping[str, frozenset[DeviceId]]
@@ -207,7 +209,7 @@ class Planner:
         from_free = allocate(state.ledger, inventory, partition, free_slots, policy, named_devices)
         allocation = Allocation((*from_claim.shares, *from_free.shares))
         ports = self._assign_host_ports(spec, state)
-        return Decision(allocation.wire_totals(), allocation, ports)
+        return Decision(allocation.wire_totals(), allocation, ports, request.claimed.is_kept)
 
     def _policy(self, spec: KernelSpec | ClaimSpec) -> AllocationPolicy:
         policy = self._rules.policy
@@ -399,13 +401,14 @@ def _find_claimed_devices(spec: KernelSpec, state: NodeState) -> ClaimedDevices:
         reason = f"claim {claim.claim_id} is of agent {claim.agent_id}"
         raise InvalidRequest([Problem("claim", reason)])
     users = state.claim_kernels(claim.claim_id)
-    if users and not (spec.keeps_claim and all(kernel.keeps_claim for kernel in users.values())):
+    is_kept = claim.owner_uid is not None if spec.keeps_claim is None else spec.keeps_claim
+    if users and not (is_kept and all(kernel.keeps_claim for kernel in users.values())):
         kernel_ids = ", ".join(users)
         raise ClaimConflict(f"claim {claim.claim_id} is used by kernel {kernel_ids}")
     unused = subtract_allocations(
         claim.allocation, (kernel.allocation for kernel in users.values())
     )
-    return ClaimedDevices(claimed_names(claim.allocation), unused)
+    return ClaimedDevices(claimed_names(claim.allocation), unused, is_kept)
 
 
 def _requested_device_names(spec: KernelSpec) -> frozenset[str]:

@@ -22,7 +22,7 @@ from agentd.core.kernel.edits import ContainerEdits
 from agentd.errors import ClaimConflict
 
 MAX_CLAIMS = 4096
-"""Maximum claims of a node."""
+"""Maximum claims of a node; each agent may have an equal part of it."""
 MIN_TTL_S, MAX_TTL_S = 1, 7 * 24 * 3600
 
 
