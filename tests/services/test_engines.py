@@ -1,4 +1,5 @@
 import pytest
+from structlog.testing import capture_logs
 
 from agentd.core.claim.claim import NameHolder
 from agentd.core.conditions import Condition
@@ -6,7 +7,7 @@ from agentd.core.devices import Withholding
 from agentd.errors import StateUnavailable, UnknownEngine
 from agentd.plugin_api import Measurement, ProcessUse
 from agentd.services.engines import AwaitedEngines
-from agentd.services.unclaimed import MIN_USE_S, UnclaimedProcesses
+from agentd.services.unclaimed import MAX_SHOWN, MIN_USE_S, UnclaimedProcesses
 from services.claims.test_claim_service import kernel, spec
 from services.node import Rig
 from support.fakes import FakeMemory
@@ -79,6 +80,32 @@ async def test_unclaimed_process_counts_after_a_while(rig: Rig, withholds: bool)
     rig.plugins.measured = {}
     watch.scan()
     assert ([*watch.conditions()], rig.free_gpus) == ([], 2)
+
+
+async def test_unclaimed_device_counts_whichever_pid_uses_it(rig: Rig) -> None:
+    watch = UnclaimedProcesses(rig.node, rig.plugins, rig.clock.steady, withholds=False)
+    device = rig.devices.inventory.by_name["cuda"][0]
+    for pid in (17, 18, 19):
+        use = Measurement(device.stable_id, processes=[ProcessUse(pid)])
+        rig.plugins.measured = {"cuda": [use]}
+        watch.scan()
+        rig.now += 6
+    assert watch.pids_by_device == {device.device_id: (19,)}
+
+
+async def test_many_unclaimed_processes_are_counted_not_listed(rig: Rig) -> None:
+    watch = UnclaimedProcesses(rig.node, rig.plugins, rig.clock.steady, withholds=False)
+    device = rig.devices.inventory.by_name["cuda"][0]
+    uses = [ProcessUse(pid) for pid in range(1, 30_001)]
+    rig.plugins.measured = {"cuda": [Measurement(device.stable_id, processes=uses)]}
+    with capture_logs() as logged:
+        for _ in range(2):
+            watch.scan()
+            rig.now += MIN_USE_S
+    (condition,) = watch.conditions()
+    assert condition.reason.endswith("7, 8 and 29992 more without a claim")
+    (line,) = logged
+    assert (line["pids"], line["count"]) == ([*range(1, MAX_SHOWN + 1)], 30_000)
 
 
 async def test_process_on_a_held_device_does_not_count(rig: Rig) -> None:

@@ -54,6 +54,8 @@ _NO_NUL, _PATH, _NO_EQUALS, _TMPFS, _PLATFORM = (
     r"^[a-z0-9_]+/[a-z0-9_]+(/[a-z0-9_]+)?$",
 )
 ID = f"^{KERNEL_ID}$"
+LINE = r"^[^\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]+$"
+"""The pattern of text without control characters, as in `core.printable`."""
 ATTEMPT = "^[0-9a-fA-F]{16}$"
 LABEL = r"^[^=]+=[\s\S]*$"
 AFTER = rf"^([0-9]{{1,18}}~)?{KERNEL_ID}$"
@@ -63,6 +65,7 @@ AFTER = rf"^([0-9]{{1,18}}~)?{KERNEL_ID}$"
 _WORDS = {
     _NO_NUL: "expected text without NUL",
     _PATH: "expected a path that begins with /",
+    LINE: "expected one line of printable characters",
     _NO_EQUALS: "expected the name of a variable, without =",
     _TMPFS: "expected a path that begins with /, without commas",
     _PLATFORM: "expected OS/ARCHITECTURE, such as linux/amd64",

@@ -46,6 +46,7 @@ from agentd.http.bodies import (
     _TMPFS,
     ATTEMPT,
     ID,
+    LINE,
     MAX_ITEMS,
     MAX_NAME,
     MAX_PATH,
@@ -313,7 +314,7 @@ class HolderRequest(Body):
         None, description="Cgroup (version 2) with whose last process the claim ends."
     )
     ttl: Ttl | None = Field(None, description="Seconds after which it ends, unless renewed.")
-    name: Name | None = Field(
+    name: Annotated[str, Field(max_length=MAX_NAME, pattern=LINE)] | None = Field(
         None, description="Name of a claim that only a `DELETE` or a reboot ends."
     )
     survives_reboot: bool = Field(

@@ -1,7 +1,7 @@
 """Processes on devices that no kernel or claim holds, as the driver of the device lists them.
 
-They count once a device has been used for `MIN_USE_S` without a pause, whichever processes they are,
-since a holder may end a moment before its processes do.
+They count once a device has been used for `MIN_USE_S` without a pause, by any processes, since a
+holder may end a moment before its processes do.
 """
 
 from __future__ import annotations
