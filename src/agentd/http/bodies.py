@@ -38,8 +38,8 @@ MAX_COMMAND_BYTES = 128 << 10
 """Maximum bytes of all words of a command, with those of its entrypoint."""
 
 
-MAX_NAME, MAX_PATH = 256, 4095
-"""Maximum characters of a name and of a path (PATH_MAX of Linux without its NUL)."""
+MAX_ID, MAX_NAME, MAX_PATH, MAX_TEXT = 63, 256, 4095, 32768
+"""Maximum characters of an id, a name, a path (PATH_MAX of Linux without its NUL), and a text."""
 
 
 _SHOWN = 80
@@ -96,7 +96,7 @@ _SHAPES = frozenset({*_EXPECTED, "extra_forbidden"})
 """Error types of a body's shape (members and JSON types), as opposed to values."""
 
 
-Text = Annotated[str, Field(max_length=32768, pattern=_NO_NUL)]
+Text = Annotated[str, Field(max_length=MAX_TEXT, pattern=_NO_NUL)]
 
 
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME, pattern=_NO_NUL)]

@@ -47,6 +47,7 @@ from agentd.http.bodies import (
     ATTEMPT,
     ID,
     LINE,
+    MAX_ID,
     MAX_ITEMS,
     MAX_NAME,
     MAX_PATH,
@@ -107,7 +108,7 @@ Amounts = Annotated[
 """Amounts by slot."""
 Ttl = Annotated[int, Field(ge=MIN_TTL_S, le=MAX_TTL_S)]
 """Whole seconds."""
-Id = Annotated[str, Field(max_length=63, pattern=ID)]
+Id = Annotated[str, Field(max_length=MAX_ID, pattern=ID)]
 DeviceNames = Annotated[dict[Name, Names], Field(max_length=MAX_ITEMS)]
 """Ids, UUIDs or addresses of devices by device name."""
 _SLOTS = "Amounts of slots, such as cuda.device=1."
