@@ -112,7 +112,7 @@ BODIES: Mapping[str, tuple[Callable[[int], None], ...]] = {
         lambda n: body_of(CLAIM, labels={"a": "b" * (n - 1)}, holder={"ttl": 1}),
     ),
 }
-"""What reads a body with so many of each, by the name of the limit."""
+"""Reads a body with so many of each, by the name of the limit."""
 
 
 def list_plugin(types: int = 1, devices: int = 0, secondary: int = 0, conditions: int = 0) -> None:
@@ -138,7 +138,7 @@ ON_FILES: Mapping[str, Callable[[Path, int], None]] = {
     "agent-id": lambda folder, n: configure(folder, f'[[agents]]\nid = "{"a" * n}"'),
     "socket": lambda folder, n: configure(folder, f'[rpc]\nsocket = "/{"a" * (n - 1)}"'),
 }
-"""What lists a plugin or reads a configuration with so many of each."""
+"""Lists a plugin or reads a configuration with so many of each."""
 
 
 async def fill(rig: Rig, count: int, holder: ClaimHolder, agent: str, *sizes: int) -> None:
@@ -187,7 +187,7 @@ ON_NODE: Mapping[str, Callable[[int], Awaitable[None]]] = {
     "labels-node": lambda n: try_labels(n, "b", as_kernel=False),
     "labels-node-kernel": lambda n: try_labels(n, "b", as_kernel=True),
 }
-"""What creates one claim or kernel, with which the node has so many."""
+"""Creates one claim or kernel, with which the node has so many."""
 
 
 async def send(daemon: Daemon, method: str, path: str, data: bytes = b"") -> None:
@@ -197,7 +197,7 @@ async def send(daemon: Daemon, method: str, path: str, data: bytes = b"") -> Non
 
 
 async def follow(daemon: Daemon, count: int) -> None:
-    """Open streams, of which each third one is an exec."""
+    """Open streams, a third of them execs."""
     await daemon.call("DELETE", "/v1/kernels/k?timeout=0")
     await daemon.running(kernel_id="k", command=["sh", "-c", "echo one; sleep 1000"])
     async with AsyncExitStack() as stack:
@@ -218,7 +218,7 @@ ON_DAEMON: Mapping[str, Callable[[Daemon, int], Awaitable[None]]] = {
     "page": lambda daemon, n: send(daemon, "GET", f"/v1/claims?limit={n}"),
     "streams": follow,
 }
-"""What sends so much to a daemon."""
+"""Sends so much to a daemon."""
 
 
 def rows(of: Mapping[str, object]) -> pytest.MarkDecorator:
@@ -284,7 +284,8 @@ async def test_exec_takes_a_frame_of_its_limit_and_no_more(serving_process: Serv
         aiohttp.ClientSession(connector=aiohttp.UnixConnector(connector.path)) as session,
         session.ws_connect("http://agentd/v1/kernels/k/exec") as wire,
     ):
-        await wire.send_bytes(bytes(MAX_FRAME + 1))
+        head = b"\x82\xff" + (MAX_FRAME + 1).to_bytes(8) + bytes(4)  # RFC 6455, section 5.2
+        wire._response.connection.transport.write(head)
         await wire.receive()
         assert wire.close_code == aiohttp.WSCloseCode.MESSAGE_TOO_BIG
 
