@@ -26,6 +26,7 @@ from agentd.config.schema import PACKAGED, schema_text
 from agentd.config.settings import Settings
 from agentd.core import labels, slots
 from agentd.core.claim.claim import MAX_CLAIMS, MAX_TTL_S
+from agentd.core.kernel.options import MAX_GROUP_ID
 from agentd.core.kernel.states import (
     LIVE,
     MOVES,
@@ -648,9 +649,15 @@ REFUSING = {
             INVALID,
         ),
         Limit("groups", "groups", MAX_GROUPS, INVALID),
+        Limit("group-id", "number of a group", MAX_GROUP_ID, INVALID),
         Limit("edits", "claims of `POST /v1/edits`", bodies.MAX_ITEMS, INVALID),
         Limit("text", "characters of a word, or of a variable's value", bodies.MAX_TEXT, INVALID),
-        Limit("path", "characters of a path, or of an image", bodies.MAX_PATH, INVALID),
+        Limit(
+            "path",
+            "characters of a path, of an image, or of the first word of a command",
+            bodies.MAX_PATH,
+            INVALID,
+        ),
         Limit(
             "name",
             "characters of a name: of a variable, a label, a slot, a user, a holder",
@@ -817,6 +824,12 @@ OTHER_LIMITS = (
         "bytes of the command, mounts, or names of variables that a kernel shows",
         binary_size(kernel_service.MAX_SAVED_BYTES),
         "it shows none",
+    ),
+    (
+        "problems",
+        "entries of `errors` of a refusal",
+        f"{errors.MAX_PROBLEMS}, each with {errors.MAX_WHERE} characters of `where` and {errors.MAX_WHY:,} of `why`",
+        "the others are left out",
     ),
     (
         "processes",

@@ -85,6 +85,7 @@ BODIES: Mapping[str, tuple[Callable[[int], None], ...]] = {
         lambda n: body_of(KERNEL, tmpfs=[{"target": "/a"}] * n),
     ),
     "groups": (lambda n: body_of(KERNEL, groups=[*range(n)]),),
+    "group-id": (lambda n: body_of(KERNEL, groups=[n]),),
     "edits": (lambda n: body_of(EditsRequest, claims=["c"] * n),),
     "text": (
         lambda n: body_of(KERNEL, command=["a", "b" * n]),
@@ -93,6 +94,7 @@ BODIES: Mapping[str, tuple[Callable[[int], None], ...]] = {
     "path": (
         lambda n: body_of(KERNEL, working_dir="/" + "a" * (n - 1)),
         lambda n: body_of(KERNEL, image="a" * n),
+        lambda n: body_of(KERNEL, command=["a" * n]),
     ),
     "name": (
         lambda n: body_of(KERNEL, env={"a" * n: ""}),
@@ -325,6 +327,7 @@ ELSEWHERE: Mapping[str, tuple[str, str]] = {
         "services/kernels/test_kernel_service.py",
         "test_long_command_is_kept_by_its_bytes",
     ),
+    "problems": ("rpc/test_requests.py", "test_refusal_of_a_hostile_body_is_short"),
     "processes": (
         "hostile/test_kernels.py",
         "test_a_kernel_that_forks_without_end_meets_its_limit",
