@@ -679,12 +679,14 @@ REFUSING = {
             "bytes of the labels of an agent's kernels and claims, for a claim",
             labels.MAX_AGENT_BYTES,
             "TooManyClaims",
+            "4 MiB, and 16 MiB divided by the number of agents",
         ),
         Limit(
             "labels-agent-kernel",
             "bytes of the same, for a kernel",
             labels.MAX_AGENT_BYTES,
             "InsufficientResource",
+            "4 MiB, and 16 MiB divided by the number of agents",
         ),
         Limit(
             "labels-node",
@@ -758,8 +760,8 @@ OTHER_LIMITS = (
     ),
     (
         "sockets",
-        "connections of all further sockets",
-        "an eighth of the file descriptors",
+        "connections of a further socket",
+        "an eighth of the file descriptors, divided by the number of these sockets",
         "the next one is closed",
     ),
     (
@@ -871,7 +873,7 @@ def limits_page() -> str:
             if row.answer in ERROR_CODES and heading != "Configuration":
                 answer = f"{ERROR_CODES[row.answer].status} `{row.answer}`"
             most = row.shown or f"{row.maximum:,}"
-            if row.counted.startswith("bytes"):
+            if row.counted.startswith("bytes") and not row.shown:
                 most = binary_size(row.maximum)
             lines.append(f"| {row.counted} | {most} | {answer} |")
     lines += [

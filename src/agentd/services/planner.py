@@ -29,6 +29,7 @@ from agentd.core.hardware_names import normal_name
 from agentd.core.kernel.options import unsupported_members
 from agentd.core.kernel.plan import KernelPlan, PlanContext, agent_resource_cap, build_plan
 from agentd.core.kernel.states import Kernel, KernelSpec, lifecycle_step
+from agentd.core.labels import LabelExcess
 from agentd.core.partition.split import Partition
 from agentd.core.slots import (
     CPU,
@@ -169,7 +170,7 @@ class Planner:
             TooManyClaims: its labels exceed a sum of the node.
             InsufficientResource: it cannot be granted.
         """
-        if (excess := state.label_excess(spec)) is not None:
+        if (excess := self._label_excess(spec, state)) is not None:
             used = f"{excess.size} bytes of labels, {excess.free} free"
             raise TooManyClaims(f"{used}; {excess.bound}")
         inventory, partition = self._devices.inventory, self._devices.partition(spec.agent_id)
@@ -183,13 +184,16 @@ class Planner:
             allocation = allocate_observed(inventory, *wanted)
         return Decision(allocation.wire_totals(), allocation)
 
+    def _label_excess(self, spec: KernelSpec | ClaimSpec, state: NodeState) -> LabelExcess | None:
+        return state.label_excess(spec, len(self._devices.split.partitions))
+
     def decide(self, spec: KernelSpec, request: ParsedRequest, state: NodeState) -> Decision:
         """Choose devices and ports for a request; changes nothing.
 
         Raises:
             RequestError: the request cannot be granted.
         """
-        if (excess := state.label_excess(spec)) is not None:
+        if (excess := self._label_excess(spec, state)) is not None:
             amounts = f"{excess.size}", f"{excess.free}"
             raise InsufficientResource("labels", *amounts, (), limit=excess.bound)
         inventory, policy = self._devices.inventory, self._policy(spec)
