@@ -33,6 +33,9 @@ SENTENCES: Mapping[str, tuple[tuple[str, str], ...]] = {
     "withhold a free device": (
         ("services/test_engines.py", "test_unclaimed_process_counts_after_a_while"),
     ),
+    "use a device without a claim": (
+        ("services/test_engines.py", "test_process_on_a_partly_held_device_does_not_count"),
+    ),
     "signal another team's process kernels": (
         (TEAMS, "test_kernels_of_teams_run_as_one_user_by_default"),
     ),
@@ -43,8 +46,12 @@ SENTENCES: Mapping[str, tuple[tuple[str, str], ...]] = {
     ),
     "use another agent's part of the claims": (
         (CLAIMS, "test_agents_share_the_claims_of_a_node_equally"),
+        (TEAMS, "test_claims_above_a_new_bound_stay"),
     ),
-    "use the file descriptors": ((CLAIMS, "test_pid_holders_leave_half_of_the_descriptors"),),
+    "use the file descriptors": (
+        (CLAIMS, "test_pid_holders_leave_half_of_the_descriptors"),
+        (TEAMS, "test_pid_holders_of_a_team_leave_descriptors"),
+    ),
     "use another agent's part of the bytes": (
         ("core/test_labels.py", "test_agents_share_the_bytes_of_labels_equally"),
     ),

@@ -1,5 +1,7 @@
 """Teams that share a node: tests of sentences that tests/test_trust.py lists."""
 
+import os
+import resource
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -8,9 +10,11 @@ from typing import Any
 import aiohttp
 import pytest
 
+from agentd.core.claim.claim import MAX_CLAIMS
 from agentd.http.streaming.streaming_responses import MAX_STREAMS
 from end_to_end.test_access import call
 from support.daemon import AGENTS, Answer, Daemon, gpus
+from support.saved_records import save_claims
 
 SOCKET = """
 [[rpc.sockets]]
@@ -83,6 +87,39 @@ async def test_kernels_of_teams_run_as_one_user_by_default(node: Daemon) -> None
     assert all("separation" in kernel["not_enforced"] for kernel in kernels)
     users = {Path(f"/proc/{kernel['pid']}").stat().st_uid for kernel in kernels}
     assert len(users) == 1
+
+
+async def claim(node: Daemon, team: int, claim_id: str, holder: dict[str, Any]) -> Answer:
+    body = {"claim_id": claim_id, "holder": holder, "slots": {"mem": "1m"}}
+    return await call(node, f"team-{team}", "POST", f"/v1/agents/agent-{team}/claims", body)
+
+
+async def test_claims_above_a_new_bound_stay(node: Daemon) -> None:
+    bound = MAX_CLAIMS // 3
+    await start(node, AGENTS + gpus(1))
+    await node.stop()
+    save_claims(node, bound + 3)
+    third = '[[agents]]\nid = "agent-3"\n'
+    await start(node, f"{AGENTS}{third}{gpus(1)}")
+    refused = await claim(node, 1, "mine", {"name": "x"})
+    assert (refused.status, refused.json["code"]) == (429, "TooManyClaims")
+    maximum = f"agent agent-1 has {bound + 3} claims, the maximum is {bound}"
+    assert refused.json["detail"] == maximum
+    assert (await call(node, "team-1", "GET", "/v1/claims/c0000")).status == 200
+    assert (await claim(node, 2, "theirs", {"name": "x"})).status == 201
+
+
+async def test_pid_holders_of_a_team_leave_descriptors(node: Daemon) -> None:
+    await start(node, AGENTS + gpus(1))
+    assert node.process is not None
+    descriptors = 256
+    resource.prlimit(node.process.pid, resource.RLIMIT_NOFILE, (descriptors, descriptors))
+    held = {"pid": os.getpid()}
+    statuses = [(await claim(node, 1, f"c{n}", held)).status for n in range(descriptors)]
+    assert statuses == [201] * (descriptors // 4) + [429] * (descriptors * 3 // 4)
+    assert (await claim(node, 1, "ttl", {"ttl": 60})).status == 201
+    assert (await claim(node, 2, "theirs", held)).status == 201
+    assert "Traceback" not in node.log
 
 
 async def test_streams_of_a_team_are_its_own(node: Daemon) -> None:
