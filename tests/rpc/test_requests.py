@@ -11,7 +11,7 @@ from agentd.http.bodies import read_body
 from agentd.http.problem_responses import problem_members
 from agentd.http.queries import read_query
 from agentd.rpc.queries import LogsQuery
-from agentd.rpc.requests import CreateClaimRequest, CreateKernelRequest
+from agentd.rpc.requests import CreateKernelRequest
 from agentd.runtimes.docker.container_config import (
     ContainerOptions,
     PullPolicy,
@@ -50,6 +50,8 @@ HASH_WITH_CLAIM = "87b9deea9e87612539e6dcf985061da0"
     "name", ["a\nb", "a\rb", "a\x1b[2Jb", "a\x9bb", "a\u202eb", "a\u2028b", ""]
 )
 def test_name_of_a_holder_is_one_printable_line(name: str) -> None:
+    from agentd.rpc.requests import CreateClaimRequest
+
     with pytest.raises(InvalidRequest) as refused:
         read_body(CreateClaimRequest, json.dumps({"holder": {"name": name}}))
     assert [problem.where for problem in refused.value.problems] == ["holder.name"]
