@@ -19,13 +19,16 @@ from agentd_slurm.decisions.sync import (
     ClaimRunningJob,
     EndClaim,
     EndPlaceholder,
+    GiveUpPlaceholder,
     RenamePlaceholder,
     StartPlaceholder,
     SyncFacts,
     decide_sync,
+    pause_s,
 )
 from agentd_slurm.gres_map import GresDevice, GresMap
 from agentd_slurm.jobs import Job
+from agentd_slurm.placeholders import NodeState, Placeholder
 
 MAP = GresMap.of("slurm", [GresDevice(f"cuda{n}", f"GPU-{n}") for n in (1, 3)])
 
@@ -89,47 +92,95 @@ def test_prolog_claims_nothing_when(changes: dict[str, Any], wanted: type) -> No
 
 OWN = {"claim_id": "slurm-7", "labels": {"engine": "slurm", "job": "7"}}
 KERNEL = {"kernel_id": "k1", "claim_id": "slurm-7", "state": "running"}
-SYNC = SyncFacts("n1", MAP, (OWN,), (), ROWS, (JOB,), frozenset({7}), frozenset({7}))
-USED_BY_KERNEL = {"devices": (row(1), row(3, {"kernel_id": "k1", "amount": "1"}))}
-BLOCKED = {"jobs": (JOB, PLACEHOLDER)}
+SHARED = ["slurm", "notebooks"]
+BUSY = NodeState(frozenset({"MIXED"}), used=frozenset({0}))
+SYNC = SyncFacts(
+    "n1",
+    MAP,
+    (OWN,),
+    (),
+    (row(1, agents=SHARED), row(3, agents=SHARED)),
+    (JOB,),
+    frozenset({7}),
+    frozenset({7}),
+    slurm_node=BUSY,
+)
+
+
+def third(*holders: dict[str, str], **members: Any) -> dict[str, Any]:
+    """The facts of a node whose second GPU is as given."""
+    return {"devices": (row(1, agents=SHARED), row(3, *holders, **({"agents": SHARED} | members)))}
+
+
+def node(*flags: str, used: tuple[int, ...] = (0,), **facts: Any) -> dict[str, Any]:
+    """The facts of a node with these flags."""
+    return {"slurm_node": NodeState(frozenset(flags), used=frozenset(used)), **facts}
+
+
+RUNNING = Placeholder(9, "RUNNING", "None", float("inf"), "cuda3", "k1")
+WAITS = RUNNING._replace(job_id=10, state="PENDING")
+USED_BY_KERNEL = third({"kernel_id": "k1", "amount": "1"})
+BLOCKED = node("MIXED", used=(0, 1), placeholders=(RUNNING,))
 OVER = {"jobs": (), "alive": frozenset()}
-UNCLAIMED = {"claims": (), "unclaimed": frozenset({7})}
+UNCLAIMED = {"claims": ()}
+START = StartPlaceholder("cuda3", "k1")
 SYNC_CASES: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "in step": ({}, []),
-    "a kernel": (USED_BY_KERNEL, [StartPlaceholder("cuda3", "k1")]),
-    "a claim": (
-        {"devices": (row(1), row(3, {"claim_id": "c-1"}))},
-        [StartPlaceholder("cuda3", "c-1")],
-    ),
-    "the job's claim": ({"devices": (row(1, {"claim_id": "slurm-7"}), row(3))}, []),
+    "a kernel": (USED_BY_KERNEL, [START]),
+    "a claim": (third({"claim_id": "c-1"}), [StartPlaceholder("cuda3", "c-1")]),
+    "a device of its own": (third({"kernel_id": "k1"}, agents=["slurm"]), []),
+    "a drained device of its own": (third(agents=["slurm"], state="drained"), []),
+    "the job's claim": ({"devices": (row(1, {"claim_id": "slurm-7"}, agents=SHARED), row(3))}, []),
     "a kernel of the job's claim": (USED_BY_KERNEL | {"kernels": (KERNEL,)}, []),
-    "blocked": (USED_BY_KERNEL | BLOCKED, []),
-    "another holder": (
-        BLOCKED | {"devices": (row(1), row(3, {"kernel_id": "k2"}))},
-        [RenamePlaceholder(9, "k2")],
-    ),
-    "free again": (BLOCKED, [EndPlaceholder(9)]),
-    "blocked twice": (
-        USED_BY_KERNEL
-        | {"jobs": (JOB, PLACEHOLDER, PLACEHOLDER._replace(job_id=10, state="PENDING"))},
-        [EndPlaceholder(10)],
-    ),
-    "a placeholder of another node": (
-        {"jobs": (JOB, PLACEHOLDER._replace(required_nodes="n2", nodes=("n2",)))},
+    "the claim of a device that jobs share": (
+        third({"claim_id": "slurm-dev-0"})
+        | {"claims": (OWN, {"claim_id": "slurm-dev-0", "labels": {"engine": "slurm"}})},
         [],
     ),
-    "ending already": ({"jobs": (JOB, PLACEHOLDER._replace(state="COMPLETING"))}, []),
-    "drained": (
-        {"devices": (row(1), row(3, state="drained"))},
-        [StartPlaceholder("cuda3", "drained")],
+    "blocked": (USED_BY_KERNEL | BLOCKED, []),
+    "a GPU that a job has": (USED_BY_KERNEL | node("MIXED", used=(0, 1)), []),
+    "another holder": (third({"kernel_id": "k2"}) | BLOCKED, [RenamePlaceholder(9, "k2")]),
+    "free again": (BLOCKED, [EndPlaceholder(9, "its GPU is free or blocked by another one")]),
+    "blocked twice": (
+        USED_BY_KERNEL | BLOCKED | {"placeholders": (WAITS, RUNNING)},
+        [EndPlaceholder(10, "its GPU is free or blocked by another one")],
     ),
-    "missing": ({"devices": (row(1),)}, [StartPlaceholder("cuda3", "missing")]),
+    "near its limit": (
+        USED_BY_KERNEL | BLOCKED | {"placeholders": (RUNNING._replace(time_left_s=59),)},
+        [EndPlaceholder(9, "its time limit is near")],
+    ),
+    "not looked at by Slurm yet": (USED_BY_KERNEL | {"placeholders": (WAITS,)}, []),
+    "waits while a job has the GPU": (
+        USED_BY_KERNEL | node("MIXED", used=(0, 1), placeholders=(WAITS,)),
+        [EndPlaceholder(10, "a job has its GPU")],
+    ),
+    "waits for a reason": (
+        USED_BY_KERNEL | {"placeholders": (WAITS._replace(reason="Resources"),)},
+        [GiveUpPlaceholder(10, "cuda3", "Resources")],
+    ),
+    "failed just now": (USED_BY_KERNEL | {"postponed": frozenset({"cuda3"})}, []),
+    "a type of several GPUs": (
+        USED_BY_KERNEL | {"gres_map": GresMap("slurm", dict.fromkeys((0, 1), MAP.devices[1]))},
+        [GiveUpPlaceholder(None, "cuda3", "several GPUs have this type in gres.conf")],
+    ),
+    "no CPU is free": (USED_BY_KERNEL | node("ALLOCATED"), []),
+    "not responding": (USED_BY_KERNEL | node("MIXED", "NOT_RESPONDING"), []),
+    "blocked, not responding": (
+        USED_BY_KERNEL | BLOCKED | node("MIXED", "NOT_RESPONDING", used=(0, 1)),
+        [],
+    ),
+    "in its reservation": (
+        USED_BY_KERNEL | node("MIXED", "RESERVED", in_reservation=True),
+        [START],
+    ),
+    "drained": (third(state="drained"), [StartPlaceholder("cuda3", "drained")]),
+    "missing": ({"devices": (row(1, agents=SHARED),)}, [StartPlaceholder("cuda3", "missing")]),
+    "missing, of its own": ({"devices": (row(1),)}, []),
     "unknown to slurmctld, alive": ({"jobs": ()}, []),
     "known to slurmctld, no process yet": ({"alive": frozenset()}, []),
     "unknown, and gone": (OVER, [EndClaim(7)]),
     "ended, and gone": (OVER | {"jobs": (JOB._replace(state="COMPLETED"),)}, [EndClaim(7)]),
-    "a job without a claim, for the first time": ({"claims": ()}, []),
-    "a job without a claim, still": (UNCLAIMED, [ClaimRunningJob(7)]),
+    "a job without a claim": (UNCLAIMED, [ClaimRunningJob(7)]),
     "a job without a claim or a process": (UNCLAIMED | {"running": frozenset()}, []),
     "a job whose claim a kernel took over": (UNCLAIMED | {"kernels": (KERNEL,)}, []),
     "a job with an ended kernel of an earlier claim": (
@@ -169,6 +220,20 @@ def test_sync_decides(case: str) -> None:
 def typed(actions: list[Any]) -> list[tuple[Any, ...]]:
     """Return actions with their types, since a tuple equals one of another type."""
     return [(type(action), *action) for action in actions]
+
+
+@pytest.mark.parametrize(
+    "flag", ["DRAIN", "DOWN", "FAIL", "REBOOT_REQUESTED", "MAINTENANCE", "RESERVED", "POWER_DOWN"]
+)
+def test_node_that_takes_no_jobs_has_no_placeholders(flag: str) -> None:
+    facts = SYNC._replace(**USED_BY_KERNEL, **node("MIXED", flag, used=(0, 1)))
+    assert decide_sync(facts) == []
+    facts = facts._replace(placeholders=(RUNNING,))
+    assert typed(decide_sync(facts)) == typed([EndPlaceholder(9, flag)])
+
+
+def test_pause_grows_with_the_time_of_the_answer() -> None:
+    assert [pause_s(seconds) for seconds in (0, 0.1, 1, 60)] == [4, 4, 20, 60]
 
 
 @given(st.booleans(), st.booleans(), st.sampled_from(["RUNNING", "COMPLETING", "CONFIGURING"]))

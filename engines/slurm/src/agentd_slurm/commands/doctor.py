@@ -25,7 +25,7 @@ def checks(node: str | None) -> Iterator[SlurmCheck]:
         yield SlurmCheck("map", passed=False, detail=str(error))
         return
     try:
-        yield check_gres(gres_map, controller.node_gres(node or controller.own_node()))
+        yield check_gres(gres_map, controller.read_node(node or controller.own_node()).gres)
     except SlurmFailed as error:
         yield SlurmCheck("Gres", passed=False, detail=str(error))
     try:
