@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from agentd_slurm.decisions.prolog import (
     PrologFacts,
     RefuseJob,
     decide_prolog,
+    describe_holders,
 )
 from agentd_slurm.decisions.sync import (
     ClaimRunningJob,
@@ -62,6 +64,54 @@ def test_prolog_claims_all_devices_of_the_job() -> None:
             "labels": {"engine": "slurm", "job": "7", "user": "ada"},
         },
     )
+
+
+def test_prolog_claims_a_shared_device_whole() -> None:
+    """One claim for all jobs, so the request of each is the same."""
+    parts = {"gpus": {"n1": frozenset({1})}, "shared": {"n1": frozenset({0})}}
+    first = decide_prolog(FACTS._replace(job=JOB._replace(**parts)))
+    job = JOB._replace(shared=parts["shared"], gpus={})
+    second = decide_prolog(FACTS._replace(job_id=8, user="bob", job=job))
+    assert isinstance(first, ClaimDevices)
+    assert isinstance(second, ClaimDevices)
+    assert first.request["devices"] == {"cuda": ["cuda3"]}
+    assert second.request == {}
+    assert (
+        first.shared
+        == second.shared
+        == (
+            {
+                "claim_id": "slurm-dev-" + hashlib.sha256(b"GPU-1").hexdigest()[:16],
+                "slots": {"cuda.device": "1"},
+                "devices": {"cuda": ["cuda1"]},
+                "holder": {"name": first.shared[0]["claim_id"]},
+                "owner_uid": 0,
+                "labels": {"engine": "slurm"},
+            },
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("types", "wanted"), [({}, True), ({0: "cuda1", 1: "CUDA3"}, True), ({1: "cuda5"}, False)]
+)
+def test_type_that_contradicts_the_map_sends_back(types: dict[int, str], wanted: object) -> None:
+    action = decide_prolog(FACTS._replace(job=JOB._replace(types={"n1": types})))
+    assert isinstance(action, ClaimDevices) is wanted
+    if not wanted:
+        assert isinstance(action, RefuseJob)
+        assert "GPU 1 is of type cuda5 in Slurm, but the map has cuda3" in action.reason
+
+
+def test_holders_of_refused_devices_are_named() -> None:
+    rows = (
+        row(1, {"kernel_id": "k1", "amount": "1"}, {"claim_id": "c1", "amount": "1"}),
+        row(2, {"kernel_id": "k2", "amount": "1"}),
+        row(3, state="drained"),
+    )
+    requests = [{"devices": {"cuda": ["cuda1", "cuda3"]}}]
+    text = "cuda1 is held by kernel k1, claim c1; cuda3 is drained"
+    assert describe_holders(requests, rows) == text
 
 
 PLACEHOLDER = Job(9, "9", 0, "RUNNING", "agentd:k1", "cuda3", "n1", ("n1",), {"n1": frozenset({1})})

@@ -119,6 +119,7 @@ class SlurmNodes:
                 f'export AGENTD_SLURM_SOCKET="{own}/slurm.sock"\n'
                 f'export AGENTD_SLURM_MAP="{own}/map.json"\n'
                 f'export AGENTD_SLURM_RUN="{own}/run"\n'
+                f'export AGENTD_SLURM_SETTINGS="{own}/slurm.toml"\n'
                 f"exec {BIN}/agentd-slurm-{name}\n"
             )
             file.chmod(0o755)
