@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentd_slurm.claim_ids import shared_claim_id
 from agentd_slurm.decisions.doctor import check_gres, check_settings
 from agentd_slurm.decisions.prolog import (
     ClaimDevices,
@@ -14,6 +16,7 @@ from agentd_slurm.decisions.prolog import (
     PrologFacts,
     RefuseJob,
     decide_prolog,
+    describe_holders,
 )
 from agentd_slurm.decisions.sync import (
     ClaimRunningJob,
@@ -67,6 +70,54 @@ def test_prolog_claims_all_devices_of_the_job() -> None:
     )
 
 
+def test_prolog_claims_a_shared_device_whole() -> None:
+    """One claim for all jobs, so the request of each is the same."""
+    parts = {"gpus": {"n1": frozenset({1})}, "shared": {"n1": frozenset({0})}}
+    first = decide_prolog(FACTS._replace(job=JOB._replace(**parts)))
+    job = JOB._replace(shared=parts["shared"], gpus={})
+    second = decide_prolog(FACTS._replace(job_id=8, user="bob", job=job))
+    assert isinstance(first, ClaimDevices)
+    assert isinstance(second, ClaimDevices)
+    assert first.request["devices"] == {"cuda": ["cuda3"]}
+    assert second.request == {}
+    assert (
+        first.shared
+        == second.shared
+        == (
+            {
+                "claim_id": "slurm-dev-" + hashlib.sha256(b"GPU-1").hexdigest()[:16],
+                "slots": {"cuda.device": "1"},
+                "devices": {"cuda": ["cuda1"]},
+                "holder": {"name": first.shared[0]["claim_id"]},
+                "owner_uid": 0,
+                "labels": {"engine": "slurm"},
+            },
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("types", "wanted"), [({}, True), ({0: "cuda1", 1: "CUDA3"}, True), ({1: "cuda5"}, False)]
+)
+def test_type_that_contradicts_the_map_sends_back(types: dict[int, str], wanted: object) -> None:
+    action = decide_prolog(FACTS._replace(job=JOB._replace(types={"n1": types})))
+    assert isinstance(action, ClaimDevices) is wanted
+    if not wanted:
+        assert isinstance(action, RefuseJob)
+        assert "GPU 1 is of type cuda5 in Slurm, but the map has cuda3" in action.reason
+
+
+def test_holders_of_refused_devices_are_named() -> None:
+    rows = (
+        row(1, {"kernel_id": "k1", "amount": "1"}, {"claim_id": "c1", "amount": "1"}),
+        row(2, {"kernel_id": "k2", "amount": "1"}),
+        row(3, state="drained"),
+    )
+    requests = [{"devices": {"cuda": ["cuda1", "cuda3"]}}]
+    text = "cuda1 is held by kernel k1, claim c1; cuda3 is drained"
+    assert describe_holders(requests, rows) == text
+
+
 PLACEHOLDER = Job(9, "9", 0, "RUNNING", "agentd:k1", "cuda3", "n1", ("n1",), {"n1": frozenset({1})})
 
 
@@ -93,6 +144,9 @@ def test_prolog_claims_nothing_when(changes: dict[str, Any], wanted: type) -> No
 OWN = {"claim_id": "slurm-7", "labels": {"engine": "slurm", "job": "7"}}
 KERNEL = {"kernel_id": "k1", "claim_id": "slurm-7", "state": "running"}
 SHARED = ["slurm", "notebooks"]
+OF_ID = shared_claim_id("GPU-3")
+OF_DEVICE = {"claim_id": OF_ID, "labels": {"engine": "slurm"}}
+SHARER = JOB._replace(job_id=8, gpus={}, shared={"n1": frozenset({1})})
 BUSY = NodeState(frozenset({"MIXED"}), used=frozenset({0}))
 SYNC = SyncFacts(
     "n1",
@@ -133,8 +187,7 @@ SYNC_CASES: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "the job's claim": ({"devices": (row(1, {"claim_id": "slurm-7"}, agents=SHARED), row(3))}, []),
     "a kernel of the job's claim": (USED_BY_KERNEL | {"kernels": (KERNEL,)}, []),
     "the claim of a device that jobs share": (
-        third({"claim_id": "slurm-dev-0"})
-        | {"claims": (OWN, {"claim_id": "slurm-dev-0", "labels": {"engine": "slurm"}})},
+        third({"claim_id": OF_ID}) | {"claims": (OWN, OF_DEVICE), "jobs": (JOB, SHARER)},
         [],
     ),
     "blocked": (USED_BY_KERNEL | BLOCKED, []),
@@ -178,8 +231,11 @@ SYNC_CASES: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "missing, of its own": ({"devices": (row(1),)}, []),
     "unknown to slurmctld, alive": ({"jobs": ()}, []),
     "known to slurmctld, no process yet": ({"alive": frozenset()}, []),
-    "unknown, and gone": (OVER, [EndClaim(7)]),
-    "ended, and gone": (OVER | {"jobs": (JOB._replace(state="COMPLETED"),)}, [EndClaim(7)]),
+    "unknown, and gone": (OVER, [EndClaim("slurm-7", 7)]),
+    "ended, and gone": (
+        OVER | {"jobs": (JOB._replace(state="COMPLETED"),)},
+        [EndClaim("slurm-7", 7)],
+    ),
     "a job without a claim": (UNCLAIMED, [ClaimRunningJob(7)]),
     "a job without a claim or a process": (UNCLAIMED | {"running": frozenset()}, []),
     "a job whose claim a kernel took over": (UNCLAIMED | {"kernels": (KERNEL,)}, []),
@@ -193,7 +249,17 @@ SYNC_CASES: dict[str, tuple[dict[str, Any], list[Any]]] = {
     ),
     "two claims of a job that is over": (
         OVER | {"claims": (OWN, OWN | {"claim_id": "slurm-7-2"})},
-        [EndClaim(7)],
+        [EndClaim("slurm-7", 7), EndClaim("slurm-7-2", 7)],
+    ),
+    "a shared device": ({"jobs": (JOB, SHARER), "claims": (OWN, OF_DEVICE)}, []),
+    "a shared device that nobody uses": ({"claims": (OWN, OF_DEVICE)}, [EndClaim(OF_ID, None)]),
+    "a shared device, and processes of no job": (
+        {"claims": (OWN, OF_DEVICE), "running": frozenset({5, 7})},
+        [],
+    ),
+    "a shared device without a claim": (
+        {"jobs": (JOB, SHARER), "running": frozenset({7, 8})},
+        [ClaimRunningJob(8)],
     ),
     "a job in its prolog": (UNCLAIMED | {"jobs": (JOB._replace(state="CONFIGURING"),)}, []),
     "claims of others": (
@@ -240,7 +306,7 @@ def test_pause_grows_with_the_time_of_the_answer() -> None:
 def test_sync_never_ends_the_claim_of_a_live_job(known: bool, alive: bool, state: str) -> None:
     jobs = (JOB._replace(state=state),) if known else ()
     facts = SYNC._replace(jobs=jobs, alive=frozenset({7} if alive else ()))
-    has_ended = (EndClaim, 7) in typed(decide_sync(facts))
+    has_ended = (EndClaim, "slurm-7", 7) in typed(decide_sync(facts))
     assert has_ended == (not known and not alive)
 
 

@@ -59,7 +59,7 @@ def epilog() -> None:
 def task_prolog() -> None:
     """Name the claim of a job (TaskProlog=).
 
-    Exit status: 0.
+    Exit status: 0 the task may start, 3 its job has no claim of its GPUs here.
     """
     from agentd_slurm.commands.task_prolog import run_task_prolog
 

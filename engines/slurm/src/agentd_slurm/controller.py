@@ -1,16 +1,22 @@
 """Calls to slurmctld, by Slurm's own commands.
 
-A prolog has no PATH: the commands are looked for where distributions and sites install them.
+A prolog has no PATH. The commands are in the folder that the site's settings name, else where the
+slurmd is that runs here, else where distributions and sites install them.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
+import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, TypeVar
 
+from agentd.procfs import read_uids
 from agentd_slurm.jobs import (
     ON_NODE,
     PLACEHOLDER,
@@ -30,16 +36,28 @@ from agentd_slurm.placeholders import (
     parse_placeholders,
     submit_options,
 )
-from agentd_slurm.settings import PlaceholderSettings
+from agentd_slurm.settings import InvalidSettings, PlaceholderSettings, read_settings
 
+T = TypeVar("T")
 TIMEOUT_S = 10.0
+PAUSE_S = 1.0
+"""Seconds between two questions to a slurmctld that does not answer."""
 FOLDERS = "/usr/bin:/usr/local/bin:/opt/slurm/bin:/usr/local/slurm/bin"
+_SLURMD = re.compile(r"slurm(?:step)?d(?:-wlm)?(?: \(deleted\))?")
 _UNKNOWN_JOB = "Invalid job id"
+_NO_ANSWER = re.compile(
+    r"[Uu]nable to contact|timed out|Zero Bytes|standby|[Cc]onnection|not connected|not resolve"
+)
+"""Errors of a slurmctld that restarts, or hands over to another."""
 MAX_REASON = 1024
 
 
 class SlurmFailed(Exception):
     """A command of Slurm failed, or slurmctld does not answer."""
+
+
+class ControllerUnavailable(SlurmFailed):
+    """slurmctld does not answer, which may pass."""
 
 
 def find_program(name: str) -> str:
@@ -48,17 +66,55 @@ def find_program(name: str) -> str:
     Raises:
         SlurmFailed: it is not installed.
     """
-    folders = os.pathsep.join(filter(None, (os.environ.get("PATH"), FOLDERS)))
-    if path := shutil.which(name, path=folders):
+    try:
+        folders = [read_settings().bin]
+    except InvalidSettings as error:
+        raise SlurmFailed(str(error)) from None
+    if not folders[0]:
+        folders = [*_slurmd_folders(), *filter(None, (os.environ.get("PATH"), FOLDERS))]
+    searched = os.pathsep.join(folders)
+    if path := shutil.which(name, path=searched):
         return path
-    raise SlurmFailed(f"{name} not found in {folders}")
+    raise SlurmFailed(f"{name} not found in {searched}")
+
+
+def _slurmd_folders() -> list[str]:
+    """Return the folders of the slurmd that runs this hook, or else of one of root's processes."""
+    for pid in _own_ancestors_and_others():
+        try:
+            program = str(Path(f"/proc/{pid}/exe").readlink())
+        except OSError:  # it has ended, or is another user's
+            continue
+        folder, _, base = program.rpartition("/")
+        if _SLURMD.fullmatch(base) and read_uids(pid) == {ROOT} and _has_our_files(pid):
+            return [f"{folder.removesuffix('/sbin')}/bin", folder]
+    return []
+
+
+def _has_our_files(pid: int) -> bool:
+    """Return whether a process sees our file system: a program of a container lies elsewhere."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/root").samefile("/")
+    return False
+
+
+def _own_ancestors_and_others() -> Iterator[int]:
+    pid = os.getppid()
+    while pid > 1:
+        yield pid
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
+        except OSError:
+            break
+    yield from (int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal())
 
 
 def run_command(name: str, *arguments: str) -> str:
     """Run a command of Slurm and return what it prints.
 
     Raises:
-        SlurmFailed: it cannot be run, fails, or does not end in time.
+        ControllerUnavailable: slurmctld did not answer it in time.
+        SlurmFailed: it cannot be run, or fails.
     """
     env = {**os.environ, "LC_ALL": "C"}
     try:
@@ -71,15 +127,31 @@ def run_command(name: str, *arguments: str) -> str:
             timeout=TIMEOUT_S,
         )
     except subprocess.TimeoutExpired:
-        raise SlurmFailed(f"{name}: no answer within {TIMEOUT_S:g} s") from None
+        raise ControllerUnavailable(f"{name}: no answer within {TIMEOUT_S:g} s") from None
     except OSError as error:
         raise SlurmFailed(f"{name}: {error.strerror}") from None
     if process.returncode:
         reason = (
             process.stderr.decode(errors="replace").strip() or f"exit status {process.returncode}"
         )
-        raise SlurmFailed(f"{name}: {' '.join(reason.split())}")
+        kind = ControllerUnavailable if _NO_ANSWER.search(reason) else SlurmFailed
+        raise kind(f"{name}: {' '.join(reason.split())}")
     return process.stdout.decode(errors="replace")
+
+
+def until_answered(call: Callable[[], T], deadline: float) -> T:
+    """Return what a call returns, repeated until a deadline while slurmctld does not answer.
+
+    Raises:
+        SlurmFailed: the call failed, or the time is over.
+    """
+    while True:
+        try:
+            return call()
+        except ControllerUnavailable:
+            if time.monotonic() + PAUSE_S > deadline:
+                raise
+            time.sleep(PAUSE_S)
 
 
 class QueuedJob(NamedTuple):
@@ -148,8 +220,12 @@ def requeue_with_reason(name: str, reason: str) -> None:
         SlurmFailed: it could be neither requeued nor cancelled.
     """
     comment = f"agentd: {reason}"[:MAX_REASON]
-    with suppress(SlurmFailed):  # the job must go, with or without a comment
+    try:
         run_command("scontrol", "update", f"JobId={name}", f"AdminComment={comment}")
+    except ControllerUnavailable:
+        raise
+    except SlurmFailed:  # the job must go, with or without a comment
+        pass
     requeue(name)
 
 
@@ -163,6 +239,8 @@ def requeue(name: str) -> None:
     """
     try:
         run_command("scontrol", "requeue", name.partition("+")[0])
+    except ControllerUnavailable:
+        raise
     except SlurmFailed:
         run_command("scancel", "--state=RUNNING", name)
 

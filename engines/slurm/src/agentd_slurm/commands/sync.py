@@ -18,7 +18,7 @@ from agentd.errors import AgentdError
 from agentd.program.process import prepare_daemon
 from agentd.program.sd_notify import Notifier
 from agentd_slurm import controller
-from agentd_slurm.claim_ids import ENGINE, job_of_claim, jobs_of_kernels
+from agentd_slurm.claim_ids import ENGINE, job_of_claim
 from agentd_slurm.commands.job_environment import log_line
 from agentd_slurm.controller import MAX_REASON, QueuedJob, SlurmFailed
 from agentd_slurm.decisions.prolog import ClaimDevices, PrologFacts, RefuseJob, decide_prolog
@@ -32,14 +32,16 @@ from agentd_slurm.decisions.sync import (
     StartPlaceholder,
     SyncAction,
     SyncFacts,
+    claims_to_end,
     decide_sync,
     holders_of,
     pause_s,
+    unclaimed_jobs,
     wanted_placeholders,
 )
 from agentd_slurm.gres_map import UnusableMap, map_path, read_map
 from agentd_slurm.jobs import Job, UnreadableAnswer
-from agentd_slurm.node_client import ANSWER_S, NodeClient, socket_path
+from agentd_slurm.node_client import ANSWER_S, SHARED, NodeClient, socket_path
 from agentd_slurm.processes import find_processes
 from agentd_slurm.settings import InvalidSettings, PlaceholderSettings, read_settings
 
@@ -191,8 +193,8 @@ class Synchronizer:
                 self._postpone(gpu_type, reason)
                 if job_id is not None:
                     controller.cancel(job_id)
-            case EndClaim(job_id):
-                self._end_claims(job_id)
+            case EndClaim():
+                self._end_claim(action)
             case ClaimRunningJob(job_id):
                 self._claim_running(job_id)
 
@@ -215,39 +217,44 @@ class Synchronizer:
 
         It goes back if somebody else holds one of them, as from a prolog.
         """
-        with self._client.locked(job_id):
-            job = controller.get_job(job_id)
-            has_claim = self._client.claims_of(job_id) or job_id in jobs_of_kernels(
-                self._client.kernels()
-            )
-            if job is None or job.state != "RUNNING" or has_claim:
+        with self._client.locked(job_id, is_shared=True):
+            facts = self.read_facts()  # a prolog may have claimed meanwhile
+            job = next((job for job in facts.jobs if job.job_id == job_id), None)
+            if job is None or job_id not in unclaimed_jobs(facts):
                 return
             user = str(job.user_id)
             with suppress(KeyError):
                 user = getpwuid(job.user_id).pw_name
-            devices, gres_map = self._client.devices(), read_map(map_path())
-            facts = PrologFacts(job_id, self._node, user, job, gres_map=gres_map, devices=devices)
-            match decide_prolog(facts):
-                case ClaimDevices(agent, request):
-                    if holders := holders_of(request, devices):
-                        self._send_back(job.name, f"its devices are held by {holders}")
-                        return
-                    log_line("sync", f"job {job_id} runs without a claim: its GPUs are claimed")
-                    self._client.create_claim(job_id, agent, {**request, "observed": True})
+            match decide_prolog(
+                PrologFacts(job_id, self._node, user, job, facts.gres_map, facts.devices)
+            ):
                 case RefuseJob(reason):
                     self._send_back(job.name, reason)
+                case ClaimDevices(agent, own, shared):
+                    ids = {claim["claim_id"] for claim in facts.claims}
+                    own = {} if self._client.claims_of(job_id) else own
+                    shared = tuple(one for one in shared if one["claim_id"] not in ids)
+                    requests = [request for request in (own, *shared) if request]
+                    if holders := [h for one in requests for h in holders_of(one, facts.devices)]:
+                        self._send_back(job.name, f"its GPUs are held by {', '.join(holders)}")
+                        return
+                    log_line("sync", f"job {job_id} runs without a claim: its GPUs are claimed")
+                    if own:
+                        self._client.create_claim(job_id, agent, {**own, "observed": True})
+                    for request in shared:
+                        self._client.create_shared_claim(agent, {**request, "observed": True})
 
     def _send_back(self, name: str, reason: str) -> None:
         log_line("sync", f"job {name} runs without a claim and is sent back: {reason}")
         controller.requeue_with_reason(name, reason)
 
-    def _end_claims(self, job_id: int) -> None:
-        """Release the claims of a job if it is still over, now that no prolog can claim again."""
-        with self._client.locked(job_id):
-            is_over = job_id not in {row.job_id for row in controller.list_jobs(self._node)}
-            if is_over and not find_processes(self._node).may_have(job_id):
-                for claim in self._client.claims_of(job_id):
-                    log_line("sync", f"claim {claim['claim_id']} is released: its job is over")
+    def _end_claim(self, action: EndClaim) -> None:
+        """Release a claim if its job is still over, now that no prolog can claim again."""
+        with self._client.locked(action.job_id or SHARED):
+            facts = self.read_facts()
+            for claim in facts.claims:
+                if claim["claim_id"] == action.claim_id and action in claims_to_end(facts):
+                    log_line("sync", f"claim {action.claim_id} is released: its job is over")
                     self._client.release(claim)
 
 

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from agentd_slurm.claim_ids import ENGINE, PREFIX, job_of_claim, jobs_of_kernels
+from agentd_slurm.claim_ids import is_shared_claim, job_of_claim, jobs_of_kernels, shared_claim_id
 from agentd_slurm.decisions.prolog import row_of
 from agentd_slurm.gres_map import GresMap
 from agentd_slurm.jobs import WAITING, Job
@@ -59,9 +59,10 @@ class GiveUpPlaceholder(NamedTuple):
 
 
 class EndClaim(NamedTuple):
-    """Stop the kernels of an ended job's claims and release them."""
+    """Stop the kernels of an ended job's claim and release it; no job for one of a shared GPU."""
 
-    job_id: int
+    claim_id: str
+    job_id: int | None
 
 
 class ClaimRunningJob(NamedTuple):
@@ -111,7 +112,7 @@ class SyncFacts(NamedTuple):
 def decide_sync(facts: SyncFacts) -> list[SyncAction]:
     """Return what one look does."""
     return [
-        *_claims_to_end(facts),
+        *claims_to_end(facts),
         *map(ClaimRunningJob, sorted(unclaimed_jobs(facts))),
         *_placeholder_actions(facts),
     ]
@@ -130,13 +131,21 @@ def unclaimed_jobs(facts: SyncFacts) -> frozenset[int]:
     """
     claimed = {job_of_claim(claim) for claim in facts.claims}
     claimed |= jobs_of_kernels(facts.kernels)  # one may have taken the claim over
+    claim_ids = {claim["claim_id"] for claim in facts.claims}
     return frozenset(
         job.job_id
         for job in facts.jobs
-        if job.state == "RUNNING"
-        and job.gpus.get(facts.node)
-        and job.job_id in facts.running - claimed
+        if job.state == "RUNNING" and job.job_id in facts.running
+        if (job.gpus.get(facts.node) and job.job_id not in claimed)
+        or shared_claims(job, facts) - claim_ids
     )
+
+
+def shared_claims(job: Job, facts: SyncFacts) -> set[str]:
+    """Return the ids of the claims of the GPUs that a job shares with others on this node."""
+    devices = facts.gres_map.devices
+    indices = job.shared.get(facts.node) or ()
+    return {shared_claim_id(devices[index].stable_id) for index in indices if index in devices}
 
 
 def _placeholder_actions(facts: SyncFacts) -> Iterator[SyncAction]:
@@ -183,7 +192,11 @@ def wanted_placeholders(facts: SyncFacts) -> dict[str, str]:
 def blocked_gpus(facts: SyncFacts) -> dict[str, str]:
     """Return the types of the shared GPUs that Slurm's jobs cannot get, with what holds each."""
     gres_map = facts.gres_map
-    own_claims = {row["claim_id"] for row in facts.claims if _is_own(row)}
+    own_claims = {
+        row["claim_id"]
+        for row in facts.claims
+        if job_of_claim(row) is not None or is_shared_claim(row)
+    }
     own_kernels = {row["kernel_id"] for row in facts.kernels if row.get("claim_id") in own_claims}
     rows = {device: row_of(device, facts.devices) for device in gres_map.devices.values()}
     shared = {
@@ -197,27 +210,21 @@ def blocked_gpus(facts: SyncFacts) -> dict[str, str]:
             if shared:
                 blocked[device.gres_type] = "missing"
         elif device in shared:
-            holders = sorted(foreign_holders(row, own_claims, own_kernels))
+            holders = sorted(_foreign_holders(row, own_claims, own_kernels))
             if holders or row["state"] in BLOCKING:
                 blocked[device.gres_type] = holders[0] if holders else row["state"]
     return blocked
 
 
-def holders_of(request: Mapping[str, Any], devices: Sequence[Mapping[str, Any]]) -> str:
-    """Return who holds the devices of a request for a claim; empty if nobody does."""
+def holders_of(request: Mapping[str, Any], devices: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return who holds the devices of a request for a claim."""
     rows = (row for row in devices if row["id"] in request["devices"].get(row["device_name"], ()))
-    return ", ".join(holder for row in rows for holder in foreign_holders(row, set(), set()))
+    return [holder for row in rows for holder in _foreign_holders(row)]
 
 
-def _is_own(claim: Mapping[str, Any]) -> bool:
-    is_ours = {"engine": ENGINE}.items() <= claim["labels"].items()
-    return is_ours and str(claim["claim_id"]).startswith(PREFIX)
-
-
-def foreign_holders(
-    device: Mapping[str, Any], own_claims: set[str], own_kernels: set[str]
+def _foreign_holders(
+    device: Mapping[str, Any], own_claims: Collection[str] = (), own_kernels: Collection[str] = ()
 ) -> Iterator[str]:
-    """Yield the holders of a device that are none of Slurm's."""
     for holder in device["holders"]:
         claim, kernel = holder.get("claim_id"), holder.get("kernel_id")
         if claim is not None and claim not in own_claims:
@@ -226,8 +233,13 @@ def foreign_holders(
             yield kernel
 
 
-def _claims_to_end(facts: SyncFacts) -> Iterator[EndClaim]:
-    jobs_here = {job.job_id for job in facts.jobs if job.is_on(facts.node)}
-    for job in dict.fromkeys(map(job_of_claim, facts.claims)):
-        if job is not None and job not in jobs_here and job not in facts.alive:
-            yield EndClaim(job)
+def claims_to_end(facts: SyncFacts) -> Iterator[EndClaim]:
+    """Yield the claims whose jobs are over; a process of no job may use any shared GPU."""
+    jobs_here = {job.job_id: job for job in facts.jobs if job.is_on(facts.node)}
+    in_use = set[str]().union(*(shared_claims(job, facts) for job in jobs_here.values()))
+    for claim in facts.claims:
+        job_id, claim_id = job_of_claim(claim), claim["claim_id"]
+        if job_id is not None and job_id not in jobs_here and job_id not in facts.alive:
+            yield EndClaim(claim_id, job_id)
+        elif is_shared_claim(claim) and claim_id not in in_use and facts.running <= {*jobs_here}:
+            yield EndClaim(claim_id, None)
