@@ -74,7 +74,7 @@ async def test_placeholder_starts_in_any_partition(slurm: NodesOf, limits: str) 
         nodes.sync_once()
         until_blocked(nodes, kernel)
         nodes.cluster.run("scancel", "--name=agentd")
-        nodes.cluster.until_idle()
+        nodes.cluster.until(lambda: not nodes.cluster.run("squeue", "-h"), "a job is left")
     assert await conditions(nodes) == []
 
 
@@ -116,7 +116,8 @@ async def test_placeholder_keeps_no_node_from_draining(slurm: NodesOf, command: 
     assert placeholders(nodes) == []
     if command == "drain":
         cluster.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
-        nodes.sync_once()
+        cluster.until_idle()
+        cluster.until(lambda: nodes.sync_once() or placeholders(nodes), "the GPU is not blocked")
         until_blocked(nodes, kernel)
 
 
@@ -215,7 +216,8 @@ async def test_devices_of_its_own_have_no_placeholders(slurm: NodesOf) -> None:
         return mode + nodes.text.partition("[plugins")[0] + gpus(4)
 
     nodes = await slurm(gpu_count=4, text=text)
-    device = (await nodes.daemon.get("/v1/devices"))[0]
+    rows = await nodes.daemon.get("/v1/devices")
+    device = next(row for row in rows if row["device_name"] == "cuda")
     assert device["agents"] == ["slurm"], device
     path = f"/v1/devices/cuda/{device['id']}/drain"
     assert (await nodes.daemon.call("POST", path)).status == 200
@@ -223,25 +225,27 @@ async def test_devices_of_its_own_have_no_placeholders(slurm: NodesOf) -> None:
     assert placeholders(nodes) == []
 
 
+async def job_without_a_claim(nodes: SlurmNodes) -> str:
+    """Return a job that runs on cuda3 as if Slurm had skipped its prolog."""
+    begun = nodes.folder / "begun"
+    job = nodes.cluster.submit("--gres=gpu:cuda3:1", script=f"touch {begun}; sleep 1000")
+    nodes.cluster.until(begun.exists, "the job does not run")
+    assert (await nodes.daemon.call("DELETE", f"/v1/claims/slurm-{job}")).status == 204
+    return job
+
+
 async def test_job_without_a_claim_is_claimed_at_the_next_look(slurm: NodesOf) -> None:
     nodes = await slurm(gpu_count=4)
-    job = nodes.cluster.submit("--gres=gpu:cuda3:1")
-    held = {f"slurm-{job}": ["cuda3"]}
-    nodes.cluster.until(lambda: nodes.cluster.processes(job), "the job does not run")
-    await nodes.until_claims(held)
-    assert (await nodes.daemon.call("DELETE", f"/v1/claims/slurm-{job}")).status == 204
+    job = await job_without_a_claim(nodes)
     nodes.sync_once()
-    assert await nodes.claims() == held
+    assert await nodes.claims() == {f"slurm-{job}": ["cuda3"]}
     assert nodes.cluster.state(job) == "RUNNING"
 
 
 async def test_job_without_a_claim_goes_back_before_others(slurm: NodesOf) -> None:
     """Slurm may start a job without its prolog while a kernel has its GPU."""
     nodes = await slurm(gpu_count=4)
-    job = nodes.cluster.submit("--gres=gpu:cuda3:1")
-    nodes.cluster.until(lambda: nodes.cluster.processes(job), "the job does not run")
-    await nodes.until_claims({f"slurm-{job}": ["cuda3"]})
-    assert (await nodes.daemon.call("DELETE", f"/v1/claims/slurm-{job}")).status == 204
+    job = await job_without_a_claim(nodes)
     kernel = (await nodes.daemon.running("notebooks", **ON_CUDA3))["kernel_id"]
     nodes.sync_once()
     nodes.cluster.until_requeued(job)
