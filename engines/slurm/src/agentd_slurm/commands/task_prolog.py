@@ -17,6 +17,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -103,11 +104,27 @@ class _Task:
         self._shared = {claim for job in self.jobs for claim in read_mark(folder / str(job))}
 
     def variables(self, claims: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-        """Return the variables that name the claim of the task's GPUs."""
+        """Return the variables that name the claim of the task's GPUs, and those of its GPUs."""
         chosen = [claim for claim in claims if not self._missing(self._indices, [claim])] or claims
         if not chosen:
             return {} if self._shared else {"AGENTD_CLAIM": next(claim_ids(self.jobs[0]))}
-        return {"AGENTD_CLAIM": chosen[0]["claim_id"]}
+        claim = chosen[0]
+        named = {self.gres_map.devices[i].device_id for i in self._indices & {*self.gres_map.devices}}
+        amounts = [
+            (f"{name}={device}", slot, Decimal(amount))
+            for name, slots in claim["allocation"].items()
+            for slot in slots.keys() & claim["slots"].keys()
+            for device, amount in slots[slot].items()
+            if device in named
+        ]
+        sums: dict[str, Decimal] = {}
+        for _, slot, amount in amounts:
+            sums[slot] = sums.get(slot, Decimal()) + amount
+        return {
+            "AGENTD_CLAIM": claim["claim_id"],
+            "AGENTD_DEVICES": " ".join(device for device, *_ in amounts),
+            "AGENTD_SLOTS": " ".join(f"{slot}={amount:f}" for slot, amount in sums.items()),
+        }
 
     def find_unclaimed(
         self, claims: Sequence[Mapping[str, Any]], node: NodeClient
