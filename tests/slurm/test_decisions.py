@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentd_slurm.claim_ids import shared_claim_id
-from agentd_slurm.decisions.doctor import check_gres, check_settings
+from agentd_slurm.decisions.doctor import (
+    SlurmCheck,
+    check_gres,
+    check_job,
+    check_map,
+    check_settings,
+    shared_types,
+)
 from agentd_slurm.decisions.prolog import (
     ClaimDevices,
     FailProlog,
@@ -317,8 +324,19 @@ GOOD = {
     "SelectType": "select/cons_tres",
     "Prolog": "/usr/bin/agentd-slurm-prolog",
     "Epilog": "/usr/bin/agentd-slurm-epilog",
+    "TaskProlog": "/usr/bin/agentd-slurm-task-prolog",
     "DisableRootJobs": "No",
+    "TaskPlugin": "task/affinity,task/cgroup",
+    "ConstrainDevices": "yes",
+    "SuspendProgram": "(null)",
+    "SuspendTime": "INFINITE",
+    "RebootProgram": "(null)",
 }
+SUSPENDS = {"SuspendProgram": "/sbin/suspend", "SuspendTime": "600 sec"}
+
+
+def settings_checks(**changes: str) -> list[SlurmCheck]:
+    return list(check_settings(GOOD | changes, "n1", NodeState(partitions=("gpu", "all"))))
 
 
 @pytest.mark.parametrize(
@@ -328,19 +346,76 @@ GOOD = {
         ("PrologFlags", "(null)"),
         ("Prolog", "(null)"),
         ("Epilog", "(null)"),
+        ("TaskProlog", "(null)"),
         ("DisableRootJobs", "Yes"),
         ("SelectType", "select/linear"),
         ("GresTypes", "(null)"),
     ],
 )
 def test_doctor_names_the_setting(name: str, value: str) -> None:
-    assert all(check.passed for check in check_settings(GOOD))
-    failed = [check for check in check_settings(GOOD | {name: value}) if not check.passed]
+    assert all(check.passed for check in settings_checks())
+    failed = [check for check in settings_checks(**{name: value}) if not check.passed]
     assert [check.name for check in failed] == [name]
     assert value in failed[0].detail
+
+
+@pytest.mark.parametrize(
+    ("changes", "passes"),
+    [
+        ({}, False),
+        ({"SuspendExcNodes": "m[1-2],n2"}, False),
+        ({"SuspendExcNodes": "n[1-9]:2,n[", "SuspendExcParts": "cpu"}, True),
+        ({"SuspendExcNodes": "n["}, False),
+        ({"SuspendExcParts": "cpu,gpu"}, True),
+        ({"SuspendTime": "NONE"}, True),
+        ({"SuspendProgram": "(null)"}, True),
+    ],
+)
+def test_doctor_names_what_suspends_the_node(changes: dict[str, str], passes: bool) -> None:
+    assert all(check.passed for check in settings_checks(**SUSPENDS | changes)) == passes
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("GresTypes", "gpu,shard,nic", "nic"),
+        ("RebootProgram", "/sbin/reboot", "/sbin/reboot"),
+        ("TaskPlugin", "task/none", "task/none"),
+        ("ConstrainDevices", "no", "ConstrainDevices=no"),
+        ("PreemptType", "preempt/qos", "qos"),
+    ],
+)
+def test_doctor_notes_the_setting(name: str, value: str, text: str) -> None:
+    notes = [row for row in settings_checks(**{name: value}) if row.detail.startswith("note: ")]
+    assert [row.passed for row in notes] == [True]
+    assert text in notes[0].detail
+    assert not [row for row in settings_checks() if row.detail.startswith("note: ")]
 
 
 def test_doctor_compares_gres_with_the_map() -> None:
     assert check_gres(MAP, "gpu:cuda1:1,gpu:cuda3:1(S:0)").passed
     assert not check_gres(MAP, "gpu:cuda1:1").passed
+    assert not check_gres(MAP, "gpu:cuda3:1,gpu:cuda1:1").passed
     assert not check_gres(MAP, "(null)").passed
+    models = GresMap.of("slurm", [GresDevice(f"cuda{n}", f"GPU-{n}", "A100") for n in (1, 3)])
+    assert check_gres(models, "gpu:a100:2(S:0-1),shard:8").passed
+    assert not check_gres(models, "gpu:a100:1").passed
+
+
+def test_doctor_compares_the_types_of_a_job_with_the_map() -> None:
+    assert check_job(None, "n1", MAP).passed
+    assert check_job(JOB._replace(types={"n1": {0: "cuda1", 1: "cuda3"}}), "n1", MAP).passed
+    check = check_job(JOB._replace(types={"n1": {0: "cuda3"}}), "n1", MAP)
+    assert not check.passed
+    assert "cuda3" in check.detail
+    assert "cuda1" in check.detail
+
+
+def test_doctor_wants_a_type_for_each_shared_device() -> None:
+    models = GresMap.of("slurm", [GresDevice(f"cuda{n}", f"GPU-{n}", "a100") for n in (1, 3)])
+    shared = (row(1, agents=SHARED), row(3, agents=SHARED))
+    assert check_map(models, ROWS).passed
+    assert not check_map(models, shared).passed
+    assert check_map(MAP, shared).passed
+    assert shared_types(MAP, shared) == ["cuda1", "cuda3"]
+    assert shared_types(MAP, ROWS) == []
