@@ -253,3 +253,31 @@ async def test_job_without_a_claim_goes_back_before_others(slurm: NodesOf) -> No
     assert kernel in text.partition("AdminComment=")[2]
     device = await nodes.daemon.device("cuda3")
     assert (device["state"], len(device["holders"])) == ("ok", 1)
+
+
+async def test_sync_ends_the_claim_of_a_gpu_that_jobs_shared(slurm: NodesOf) -> None:
+    """A claim of shards ends when the epilog could not, and is made again for a job without."""
+    nodes = await slurm(gpu_count=2)
+    cluster, node = nodes.cluster, nodes.node
+    lines, gres = cluster.gres[node]
+    cluster.gres[node] = (f"{lines}\nName=shard Count=4", f"{gres},shard:4")
+    nodes.configure_slurm("GresTypes=gpu,shard")
+    begun = nodes.folder / "begun"
+    job = cluster.submit("--gres=shard:1", script=f"touch {begun}; sleep 1000")
+    cluster.until(begun.exists, "the job does not run")
+    ((claim, devices),) = (await nodes.claims()).items()
+    assert claim.startswith("slurm-dev-")
+    nodes.sync_once()
+    assert await nodes.claims() == {claim: devices}
+    assert (await nodes.daemon.call("DELETE", f"/v1/claims/{claim}")).status == 204
+    nodes.sync_once()
+    assert await nodes.claims() == {claim: devices}
+    assert placeholders(nodes) == []
+    await nodes.daemon.stop()
+    cluster.run("scancel", job)
+    cluster.until(lambda: not cluster.processes(job), "the job runs")
+    cluster.until_idle()
+    await nodes.daemon.start()
+    assert await nodes.claims() == {claim: devices}
+    nodes.sync_once()
+    assert await nodes.claims() == {}

@@ -318,6 +318,5 @@ def own_node() -> str:
     """
     if name := os.environ.get("SLURMD_NODENAME"):
         return name
-    return (
-        run_command("scontrol", "show", "aliases").strip() or os.uname().nodename.partition(".")[0]
-    )
+    names = run_command("scontrol", "show", "aliases").split()
+    return names[0] if names else os.uname().nodename.partition(".")[0]
