@@ -29,8 +29,8 @@ from agentd_slurm.jobs import (
 )
 from agentd_slurm.placeholders import (
     PLACEHOLDER_FORMAT,
-    NodeState,
     Placeholder,
+    SlurmNode,
     choose_partitions,
     parse_node,
     parse_placeholders,
@@ -305,7 +305,7 @@ def read_configuration() -> dict[str, str]:
     return {name.strip(): value.strip() for name, separator, value in lines if separator}
 
 
-def read_node(node: str) -> NodeState:
+def read_node(node: str) -> SlurmNode:
     """Return a node as Slurm sees it."""
     return parse_node(run_command("scontrol", "--oneliner", "--details", "show", "node", node))
 

@@ -18,7 +18,7 @@ from agentd_slurm.claim_ids import is_shared_claim, job_of_claim, jobs_of_kernel
 from agentd_slurm.decisions.prolog import row_of
 from agentd_slurm.gres_map import GresMap
 from agentd_slurm.jobs import WAITING, Job
-from agentd_slurm.placeholders import CLOSED, OPEN, NodeState, Placeholder
+from agentd_slurm.placeholders import CLOSED, OPEN, Placeholder, SlurmNode
 
 BLOCKING = frozenset({"unhealthy", "drained", "gone", "withheld"})
 """States of a device in which agentd gives nothing from it."""
@@ -98,7 +98,7 @@ class SyncFacts(NamedTuple):
     alive: frozenset[int]
     running: frozenset[int] = frozenset()
     placeholders: Sequence[Placeholder] = ()
-    slurm_node: NodeState = NodeState(frozenset({"IDLE"}))
+    slurm_node: SlurmNode = SlurmNode(frozenset({"IDLE"}))
     in_reservation: bool = False
     postponed: frozenset[str] = frozenset()
 
