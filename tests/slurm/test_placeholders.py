@@ -25,7 +25,7 @@ QUEUE = """\
 NODE = (
     "NodeName=n1 Arch=x86_64 Gres=gpu:cuda0:1,gpu:cuda1:1,shard:cuda0:2 GresDrain=N/A "
     "GresUsed=gpu:cuda0:0(IDX:N/A),gpu:cuda1:3(IDX:1,4-5),shard:cuda0:1(IDX:0),nic:1(IDX:7) "
-    "OS=Linux 6.1 #1 SMP State=MIXED*+DRAIN Partitions=main,gpu  Reason=State=IDLE [root@2026-11-29]"
+    "OS=Linux 6.1 #1 SMP State=MIXED*+DRAIN Partitions=main,gpu  Reason=State=IDLE"
 )
 PARTITIONS = """\
 PartitionName=main OverSubscribe=NO DisableRootJobs=NO PriorityTier=1 ReqResv=NO State=UP
