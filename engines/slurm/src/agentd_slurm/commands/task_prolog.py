@@ -66,9 +66,8 @@ def run_task_prolog(environ: Mapping[str, str]) -> int:
         return 0
     name, missing = unclaimed
     _print(f"print agentd-slurm task-prolog: the job did not claim {missing}: it is sent back")
-    if environ.get("SLURM_LOCALID", "0") == "0":
-        with suppress(SlurmFailed):
-            controller.requeue(name)
+    with suppress(SlurmFailed):
+        controller.requeue(name)
     return REFUSED
 
 
