@@ -43,7 +43,7 @@ STOP_S = 5.0
 """Seconds between TERM and KILL for kernels of a job that is over."""
 PAUSE_S = 0.2
 SHARED = 0
-"""Stands for a job in the lock: shared devices, of which any job may be the last."""
+"""Stands for a job in the lock: the shared devices of all jobs."""
 FIRST_ERROR = 300
 """The lowest status of an answer that is not a success."""
 SOCKET_VARIABLE = "AGENTD_SOCKET"
