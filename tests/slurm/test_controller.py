@@ -101,7 +101,7 @@ def test_other_failures_of_slurm_are_not_repeated(monkeypatch: pytest.MonkeyPatc
 
 
 def fake_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[float]:
-    """Let each pause pass at once and return the clock."""
+    """Make each pause pass at once and return the clock."""
     now = [0.0]
 
     def pause(seconds: float) -> None:
