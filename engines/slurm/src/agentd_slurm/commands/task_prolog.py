@@ -48,20 +48,20 @@ def run_task_prolog(environ: Mapping[str, str]) -> int:
     if not environ.get("SLURM_JOB_ID", "").isdecimal():
         return 0
     is_placeholder = os.getuid() == ROOT and environ.get("SLURM_JOB_NAME") == PLACEHOLDER_NAME
+    variables, unclaimed = {"AGENTD_CLAIM": next(claim_ids(int(environ["SLURM_JOB_ID"])))}, None
     try:
         task = _Task(environ, read_map(map_path()))
         _print(f"export AGENTD_AGENT={task.gres_map.agent}")
         socket = environ.get(USERS_SOCKET_VARIABLE) or USERS_SOCKET
-        if is_placeholder or not os.access(socket, os.R_OK | os.W_OK):
-            return 0
-        node = NodeClient(socket)
-        claims = [claim for job_id in task.jobs for claim in node.claims_of(job_id)]
-        for name, value in task.variables(claims).items():
-            _print(f"export {name}={value}")
-        unclaimed = task.find_unclaimed(claims, node)
+        if not is_placeholder and os.access(socket, os.R_OK | os.W_OK):
+            node = NodeClient(socket)
+            claims = [claim for job_id in task.jobs for claim in node.claims_of(job_id)]
+            variables = task.variables(claims)
+            unclaimed = task.find_unclaimed(claims, node)
     except (AgentdError, SlurmFailed, UnreadableAnswer, UnusableMap, OSError, ValueError) as error:
         _print(f"print agentd-slurm task-prolog: {error}")
-        return 0
+    for variable, value in variables.items():
+        _print(f"export {variable}={value}")
     if unclaimed is None:
         return 0
     name, missing = unclaimed
