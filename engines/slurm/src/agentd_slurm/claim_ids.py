@@ -1,14 +1,13 @@
 """The claims of a job: their ids begin with a prefix that only admins use, and labels name the job.
 
 An id may be taken by a record of before, so the labels, and not the id, say whose a claim is.
-A device of which jobs have shards, or parts by MPS, is held whole by one claim for all of them.
+A device that jobs share, by shards or MPS, is held whole by one claim for all of them.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from hashlib import sha256
 from typing import Any
 
 ENGINE = "slurm"
@@ -31,6 +30,8 @@ def claim_ids(job_id: int) -> Iterator[str]:
 
 def shared_claim_id(stable_id: str) -> str:
     """Return the id of the claim of a device that jobs share."""
+    from hashlib import sha256  # noqa: PLC0415 - few jobs share devices, and it loads slowly
+
     return f"{SHARED_PREFIX}{sha256(stable_id.encode()).hexdigest()[:16]}"
 
 

@@ -46,7 +46,7 @@ FOLDERS = "/usr/bin:/usr/local/bin:/opt/slurm/bin:/usr/local/slurm/bin"
 _SLURMD = re.compile(r"slurm(?:step)?d(?:-wlm)?(?: \(deleted\))?")
 _UNKNOWN_JOB = "Invalid job id"
 _NO_ANSWER = re.compile(
-    r"[Uu]nable to contact|timed out|Zero Bytes|standby|[Cc]onnection|not connected|not resolve"
+    r"[Uu]nable to contact|timed out|Zero Bytes|standby|[Cc]onnection|Unexpected message"
 )
 """Errors of a slurmctld that restarts, or hands over to another."""
 MAX_REASON = 1024

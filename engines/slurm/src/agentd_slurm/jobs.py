@@ -52,8 +52,8 @@ class UnclearJob(UnreadableAnswer):
 class Job(NamedTuple):
     """One job of the queue. `gpus` are its indices on each node, None if Slurm has none.
 
-    `shared` are those of GPUs of which it has shards or a part by MPS, on each node. `types` names
-    the type of each index in gres.conf, as far as Slurm's answer has it.
+    `shared` are those of GPUs that it shares, by shards or MPS. `types` has the types of its GPUs
+    in gres.conf by index, where Slurm's answer names them.
     `required_nodes` is as its user wrote it: a placeholder's is the name of one node.
     `name` is the word by which Slurm's commands know it alone: ARRAYID_TASK, LEADER+OFFSET, or its
     id. The id of an array's last task or of a leader means all of them.

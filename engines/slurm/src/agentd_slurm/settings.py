@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import tomllib
 from typing import Any, NamedTuple
 
 DEFAULT_SETTINGS = "/etc/agentd/slurm.toml"
@@ -64,6 +63,8 @@ def parse_settings(text: str) -> SlurmSettings:
         InvalidSettings: it has an unknown key or a bad value.
         ValueError: it is not TOML.
     """
+    import tomllib  # noqa: PLC0415 - slow to load, and most sites have no such file
+
     tables: dict[str, dict[str, Any]] = {
         "slurm": {"bin": ""},
         "placeholder": dict(PlaceholderSettings._field_defaults),
