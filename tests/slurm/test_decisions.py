@@ -233,6 +233,14 @@ SYNC_CASES: dict[str, tuple[dict[str, Any], list[Any]]] = {
         USED_BY_KERNEL | node("MIXED", "RESERVED", in_reservation=True),
         [START],
     ),
+    "waits for the first look": (
+        third(state="withheld", reason="until engine slurm is ready"),
+        [],
+    ),
+    "withheld": (
+        third(state="withheld", reason="until engine kubernetes is ready"),
+        [StartPlaceholder("cuda3", "withheld")],
+    ),
     "drained": (third(state="drained"), [StartPlaceholder("cuda3", "drained")]),
     "missing": ({"devices": (row(1, agents=SHARED),)}, [StartPlaceholder("cuda3", "missing")]),
     "missing, of its own": ({"devices": (row(1),)}, []),

@@ -20,6 +20,7 @@ QUEUE = """\
 8|RUNNING|None|1-00:04:59|gres/gpu:cuda1:1|n1|agentd:a|b
 9|RUNNING|None|4:59|gres:gpu:cuda2:1|n2|agentd:k2
 10|COMPLETING|None|0:00|gres:gpu:cuda3:1|n1|agentd:k1
+12|RUNNING|None|0:00|gres:gpu:cuda3:1|n1|a job of root
 11|CANCELLED|None|0:00|gres:gpu:cuda3:1|n1|agentd:k1
 """
 NODE = (
@@ -44,7 +45,11 @@ def test_placeholders_of_a_node_are_read_until_they_end() -> None:
         Placeholder(3, "PENDING", "Resources", math.inf, "cuda3", "k1"),
         Placeholder(8, "RUNNING", "None", 86400 + 299, "cuda1", "a|b"),
     ]
-    for text in ("x", "1|RUNNING|None|0:10|nothing|n1|agentd:k1", "x|RUNNING|a|1|g:c:1|n1|"):
+    for text in (
+        "x",
+        "1|RUNNING|None|0:10|nothing|n1|agentd:k1",
+        "x|RUNNING|a|1|g:c:1|n1|agentd:k",
+    ):
         with pytest.raises(UnreadableAnswer):
             parse_placeholders(text, "n1")
 

@@ -55,7 +55,8 @@ def parse_placeholders(text: str, node: str) -> list[Placeholder]:
     try:
         for line in text.splitlines():
             job_id, state, reason, left, gres, required, comment = line.split("|", 6)
-            if required == node and state in WAITING | ON_NODE and state != "COMPLETING":
+            is_ours = required == node and comment.startswith(PLACEHOLDER)
+            if is_ours and state in WAITING | ON_NODE and state != "COMPLETING":
                 gpu_type, holder = gres.split(":")[-2], comment.removeprefix(PLACEHOLDER)
                 seconds = _parse_seconds(left)
                 row = Placeholder(int(job_id), state, reason, seconds, gpu_type, holder)
