@@ -22,13 +22,21 @@ from agentd_slurm.jobs import (
     PLACEHOLDER,
     PLACEHOLDER_NAME,
     ROOT,
-    WAITING,
     Job,
     UnclearJob,
     UnreadableAnswer,
     parse_job,
 )
-from agentd_slurm.settings import InvalidSettings, read_settings
+from agentd_slurm.placeholders import (
+    PLACEHOLDER_FORMAT,
+    Placeholder,
+    SlurmNode,
+    choose_partitions,
+    parse_node,
+    parse_placeholders,
+    submit_options,
+)
+from agentd_slurm.settings import InvalidSettings, PlaceholderSettings, read_settings
 
 T = TypeVar("T")
 TIMEOUT_S = 10.0
@@ -147,42 +155,35 @@ def until_answered(call: Callable[[], T], deadline: float) -> T:
 
 
 class QueuedJob(NamedTuple):
-    """A row of the queue; a user chooses `required_nodes`, the last field, alone."""
+    """A row of the queue; a user chooses none of its fields."""
 
     job_id: int
     user_id: int
     state: str
     start_time: str
-    required_nodes: str
 
 
 def list_jobs(node: str) -> list[QueuedJob]:
-    """Return the jobs that may have processes on a node."""
-    return [row for row in _list_queue(f"--nodelist={node}") if row.state in ON_NODE]
-
-
-def list_placeholders(node: str) -> list[int]:
-    """Return the ids of the placeholders of a node, pending ones too."""
-    rows = _list_queue(f"--user={ROOT}", f"--name={PLACEHOLDER_NAME}")
-    unfinished = (row for row in rows if row.state in WAITING | ON_NODE)
-    return [row.job_id for row in unfinished if row.required_nodes == node]
-
-
-def _list_queue(*options: str) -> list[QueuedJob]:
-    """Return rows of the queue.
+    """Return the jobs that may have processes on a node.
 
     Raises:
         UnreadableAnswer: squeue answers something else.
     """
-    words = ("--all", "--noheader", "--array", "--states=all", "--format=%A %U %T %S %n")
-    rows = [line.split(" ", 4) for line in run_command("squeue", *words, *options).splitlines()]
+    words = ("--all", "--noheader", "--array", "--states=all", "--format=%A %U %T %S")
+    text = run_command("squeue", *words, f"--nodelist={node}")
     try:
-        return [
-            QueuedJob(int(job_id), int(user_id), state, start, nodes.strip())
-            for job_id, user_id, state, start, nodes in rows
-        ]
+        rows = [line.split() for line in text.splitlines()]
+        jobs = [QueuedJob(int(job), int(user), state, start) for job, user, state, start in rows]
     except ValueError as error:
         raise UnreadableAnswer(f"squeue: unexpected answer ({error})") from None
+    return [job for job in jobs if job.state in ON_NODE]
+
+
+def list_placeholders(node: str) -> list[Placeholder]:
+    """Return the placeholders of a node, pending ones too."""
+    names = (f"--user={ROOT}", f"--name={PLACEHOLDER_NAME}")
+    words = ("--all", "--noheader", "--states=all", f"--format={PLACEHOLDER_FORMAT}")
+    return parse_placeholders(run_command("squeue", *words, *names), node)
 
 
 def get_job(job_id: int) -> Job | None:
@@ -244,25 +245,44 @@ def requeue(name: str) -> None:
         run_command("scancel", "--state=RUNNING", name)
 
 
-def start_placeholder(node: str, gpu_type: str, holder: str) -> None:
-    """Submit the job that blocks one GPU of a node."""
-    run_command(
-        "sbatch",
-        "--parsable",
-        f"--job-name={PLACEHOLDER_NAME}",
-        f"--comment={PLACEHOLDER}{holder}",
-        f"--nodelist={node}",
-        "--nodes=1",
-        "--ntasks=1",
-        f"--gres=gpu:{gpu_type}:1",
-        "--mem=1",
-        "--no-requeue",
-        "--nice=-2147483645",
-        "--chdir=/",
-        "--output=/dev/null",
-        "--export=NONE",
-        "--wrap=exec sleep infinity",
-    )
+def start_placeholder(
+    node: str,
+    gpu_type: str,
+    holder: str,
+    settings: PlaceholderSettings,
+    *,
+    is_test: bool = False,
+) -> None:
+    """Submit the job that blocks one GPU of a node, or only test whether Slurm would take it.
+
+    Raises:
+        SlurmFailed: Slurm refuses it in each partition of the node.
+    """
+    partitions = run_command("scontrol", "--all", "--oneliner", "show", "partition")
+    errors: list[SlurmFailed] = []
+    for partition in choose_partitions(partitions, read_node(node), settings):
+        try:
+            run_command(
+                "sbatch",
+                f"--partition={partition}",
+                *submit_options(node, gpu_type, settings),
+                f"--job-name={PLACEHOLDER_NAME}",
+                f"--comment={PLACEHOLDER}{holder}",
+                "--nodes=1",
+                "--ntasks=1",
+                "--mem=1",
+                "--no-requeue",
+                "--chdir=/",
+                "--output=/dev/null",
+                "--export=NONE",
+                *(["--test-only"] if is_test else []),
+                "--wrap=exec sleep infinity",
+            )
+        except SlurmFailed as error:
+            errors.append(error)
+        else:
+            return
+    raise errors[0] if errors else SlurmFailed(f"no partition of {node} takes jobs of root")
 
 
 def rename_placeholder(job_id: int, holder: str) -> None:
@@ -285,10 +305,9 @@ def read_configuration() -> dict[str, str]:
     return {name.strip(): value.strip() for name, separator, value in lines if separator}
 
 
-def node_gres(node: str) -> str:
-    """Return the `Gres=` of a node."""
-    words = run_command("scontrol", "--oneliner", "show", "node", node).split()
-    return next((word.removeprefix("Gres=") for word in words if word.startswith("Gres=")), "")
+def read_node(node: str) -> SlurmNode:
+    """Return a node as Slurm sees it."""
+    return parse_node(run_command("scontrol", "--oneliner", "--details", "show", "node", node))
 
 
 def own_node() -> str:
@@ -299,6 +318,5 @@ def own_node() -> str:
     """
     if name := os.environ.get("SLURMD_NODENAME"):
         return name
-    return (
-        run_command("scontrol", "show", "aliases").strip() or os.uname().nodename.partition(".")[0]
-    )
+    names = run_command("scontrol", "show", "aliases").split()
+    return names[0] if names else os.uname().nodename.partition(".")[0]
