@@ -34,7 +34,7 @@ def claim_of(job_id: int, devices: tuple[str, ...]) -> dict[str, Any]:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run it with these claims by job, ids of jobs of kernels, and jobs; None is no answer."""
+    """Run it with the claims of each job (None: agentd is away), kernels' claims, and the job."""
     devices = {str(n): {"id": f"cuda{n}", "stable_id": f"GPU-{n}"} for n in range(4)}
     (tmp_path / "map").write_text(json.dumps({"agent": "slurm", "devices": devices}))
     (tmp_path / "socket").touch()
