@@ -107,14 +107,16 @@ class EditsView(TypedDict):
 class ClaimView(TypedDict):
     """A claim: devices that an engine took for work of its own.
 
-    It is `used` while a kernel holds devices of it. `holder` has one of `pid` (with `start_time`,
-    in ticks since the boot), `cgroup`, `ttl` (seconds) and `name` (with `survives_reboot`).
-    `expires_at` is null for other holders than `ttl`.
+    It is `used` while a kernel holds devices of it. The record of an `unreadable` one cannot be
+    read: it has a `reason` and no agent, and holds every device. `holder` has one of `pid` (with
+    `start_time`, in ticks since the boot), `cgroup`, `ttl` (seconds) and `name` (with
+    `survives_reboot`). `expires_at` is null for other holders than `ttl`.
     """
 
     claim_id: str
     agent_id: str
-    state: Literal["held", "used"]
+    state: Literal["held", "used", "unreadable"]
+    reason: NotRequired[str]
     slots: dict[str, Amount]
     allocation: dict[str, dict[str, dict[str, Amount]]]
     edits: EditsView

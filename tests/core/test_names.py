@@ -1,12 +1,10 @@
 """Names from outside: what is one, and where anything else is refused."""
 
-import json
-
 import pytest
 from msgspec.structs import replace
 
 from agentd.core.kernel.plan import kernel_name
-from agentd.core.kernel.record import RecordError, decode
+from agentd.core.kernel.record import RecordError, decode, read_members, seal
 from agentd.core.kernel.states import ObservedState
 from agentd.core.names import (
     find_duplicates,
@@ -63,10 +61,10 @@ def test_an_agent_id_of_an_observation_is_a_name_or_unknown(text: str) -> None:
 
 @pytest.mark.parametrize("member", ["kernel_id", "agent_id", "node_id"])
 def test_a_record_whose_ids_are_no_names_cannot_be_read(member: str) -> None:
-    content = json.loads(found(ObservedState.RUNNING).record)
+    content = read_members(found(ObservedState.RUNNING).record)
     for value in (*NO_NAMES[1:], None, 0, False, ["a"]):
         with pytest.raises(RecordError, match="invalid name"):
-            decode(json.dumps({**content, member: value}))
+            decode(seal({**content, member: value}))
 
 
 @pytest.mark.parametrize("value", [None, 7, ["k1"], {"k": 1}])

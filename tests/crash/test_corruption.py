@@ -13,20 +13,31 @@ import pytest
 from agentd.core.kernel.record import SCHEMA
 from support.checked_node import NODE, ONE, CheckedNode, start_time
 from support.daemon import Daemon
+from support.damage import flipped, resealed
 from support.engine import Engine
 from support.waiting import until
 
 pytestmark = pytest.mark.started
 
 
-def flipped(path: Path, bit: int = 100) -> None:
-    content = bytearray(path.read_bytes())
-    content[bit // 8 % len(content)] ^= 1 << bit % 8
-    path.write_bytes(content)
+def flip(path: Path, bit: int = 100) -> None:
+    path.write_bytes(flipped(path.read_bytes(), bit))
 
 
 def changed(path: Path, **members: object) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | members))
+    text = path.read_text()
+    write = resealed if "sum" in json.loads(text) else changed_text
+    path.write_text(write(text, **members))
+
+
+def changed_text(text: str, **members: object) -> str:
+    return json.dumps(json.loads(text) | members)
+
+
+def flip_schema(path: Path) -> None:
+    """Make a record's schema 3 by one bit."""
+    text = path.read_bytes()
+    path.write_bytes(flipped(text, 8 * (text.index(b'"schema":2') + len(b'"schema":'))))
 
 
 INIT = {"pid": 1, "start_time": start_time(1)}
@@ -35,12 +46,13 @@ MALFORMED = {
     "record-truncated": lambda f: (f / "record.json").write_text("{"),
     "record-empty": lambda f: (f / "record.json").write_text(""),
     "record-gone": lambda f: (f / "record.json").unlink(),
-    "record-flipped": lambda f: flipped(f / "record.json"),
+    "record-flipped": lambda f: flip(f / "record.json"),
+    "record-schema-flipped": lambda f: flip_schema(f / "record.json"),
     "record-newer": lambda f: changed(f / "record.json", schema=SCHEMA + 1),
     "record-unknown-members": lambda f: changed(f / "record.json", colour="red"),
     "identity-truncated": lambda f: (f / "identity.json").write_text("{"),
     "identity-gone": lambda f: (f / "identity.json").unlink(),
-    "identity-flipped": lambda f: flipped(f / "identity.json", 17),
+    "identity-flipped": lambda f: flip(f / "identity.json", 17),
     "identity-unknown-members": lambda f: changed(f / "identity.json", colour="red"),
     "identity-endless": lambda f: changed(f / "identity.json", pid=float("inf")),
     "identity-deep": lambda f: (f / "identity.json").write_text("[" * 100_000),
@@ -64,6 +76,8 @@ REASONS = {
     "record-empty": "unreadable record (its file is empty or cannot be read)",
     "record-of-another": "unreadable record (it is the record of kernel another of node",
     "record-of-another-node": "of kernel record-of-another-node of node another)",
+    "record-flipped": "unreadable record (",
+    "record-schema-flipped": "unreadable record (it is damaged",
 }
 AS_BEFORE = ("record-unknown-members", "exit-is-a-folder", "exit-is-a-loop", "exit-truncated")
 
@@ -103,7 +117,7 @@ def edited(path: Path, **members: str) -> None:
     for share in record["allocation"]:
         if share["slot"] == "cuda.device":
             share.update(members)
-    path.write_text(json.dumps(record))
+    changed(path, allocation=record["allocation"])
 
 
 def repeated(path: Path) -> None:

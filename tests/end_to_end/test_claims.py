@@ -12,6 +12,7 @@ import pytest
 from agentd.client.paths import next_query
 from support.daemon import AGENTS, Answer, Daemon, gpus
 from support.daemon_pool import Serving
+from support.damage import flipped
 from support.waiting import until
 
 NODE = AGENTS + gpus(4)
@@ -159,15 +160,41 @@ async def test_claims_survive_a_restart_and_end_with_the_boot(node: Daemon) -> N
 
 async def test_unreadable_claim_withholds_devices_until_its_release(node: Daemon) -> None:
     await claimed(node, "c1")
+    await claimed(node, "flipped", {"ttl": 1000})
+    before = await node.get("/v1/claims/flipped")
     await node.stop()
-    record = node.folder / "state/claims/c1.json"
-    record.unlink()  # its mode allows no writing
-    record.write_text("{")
+    claims = node.folder / "state/claims"
+    text = (claims / "flipped.json").read_bytes()
+    place = 8 * text.index(b'"ttl":1000') + 50
+    odd = {
+        "c1.json": lambda path: path.write_text("{"),
+        "flipped.json": lambda path: path.write_bytes(flipped(text, place)),
+        "fifo.json": os.mkfifo,
+        "folder.json": Path.mkdir,
+    }
+    for name, make in odd.items():
+        (claims / name).unlink(missing_ok=True)  # its mode allows no writing
+        make(claims / name)
+        os.utime(claims / name, (1, 1))
     await node.start()
     assert await free(node) == "0"
-    assert any("claim c1" in warning for warning in (await node.get("/v1/node"))["warnings"])
-    assert (await node.call("DELETE", "/v1/claims/c1")).status == 204
+    shown = {claim["claim_id"]: claim for claim in await node.get("/v1/claims")}
+    assert shown.keys() == {"c1", "flipped", "fifo", "folder"}
+    assert {(c["state"], c["agent_id"]) for c in shown.values()} == {("unreadable", "")}
+    assert "damaged" in shown["flipped"]["reason"]
+    for name, view in shown.items():
+        assert f"claim {name}: {view['reason']}" in "".join(
+            (await node.get("/v1/node"))["warnings"]
+        )
+        again = await claim(node, name)
+        assert problem(again) == (409, "ClaimConflict")
+        assert (await node.call("DELETE", f"/v1/claims/{name}")).status == 204
     assert await free(node) == "4"
+    await node.stop()
+    (claims / "flipped.json").write_bytes(text)
+    await node.start()
+    now = await node.get("/v1/claims/flipped")
+    assert now | {"expires_at": ""} == before | {"expires_at": ""}
 
 
 async def test_a_create_takes_the_devices_of_a_claim_over(node: Daemon) -> None:
@@ -261,6 +288,18 @@ async def test_an_observed_claim_collides_and_both_are_named(node: Daemon) -> No
     (warning,) = [w for w in (await node.get("/v1/node"))["warnings"] if "cuda/cuda0" in w]
     assert "kernel k1" in warning
     assert "claim c1" in warning
+
+
+async def test_only_an_admin_overcommits_an_observed_device(node: Daemon) -> None:
+    await node.running(kernel_id="k1", slots=ONE)
+    await claimed(node, "c1", observed=True, devices={"cuda": ["cuda0"]})
+    refused = await node.create(kernel_id="k2", claim="c1")
+    assert problem(refused) == (409, "InsufficientResource")
+    assert "others hold device cuda/cuda0" in refused.json["detail"]
+    body = {"kernel_id": "k2", "claim": "c1", "command": ["sleep", "1000"]}
+    made = await node.create(overcommit=True, **body)
+    assert made.status == 201, made.content
+    assert made.json["allocation"]["cuda"]["cuda.device"] == {"cuda0": "1"}
 
 
 async def test_claims_are_counted(node: Daemon) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from end_to_end.test_access import call
 from support.daemon import AGENTS, Answer, Daemon, gpus
+from support.waiting import until
 
 ONE = {"cuda.device": 1}
 SOCKET = """
@@ -79,6 +80,32 @@ async def test_only_admins_choose_ids_of_engines(node: Daemon) -> None:
         assert [answer.json["code"] for answer in refused] == ["Forbidden"] * 3
         assert f"begin with {prefix}-" in refused[0].json["detail"]
         assert (await claim(node, "agentd", f"{prefix}-7")).status == 201
+
+
+async def test_only_admins_overcommit(node: Daemon) -> None:
+    body = {"kernel_id": "k1", "command": ["true"], "overcommit": True}
+    for path in ("/v1/agents/agent-1/kernels", "/v1/agents/agent-1/kernels?dry_run=1"):
+        answer = await call(node, "a", "POST", path, body)
+        assert (answer.status, answer.json["code"]) == (403, "Forbidden")
+        assert answer.json["roles"] == ["admin"]
+
+
+async def test_only_admins_end_a_claim_that_cannot_be_read(node: Daemon) -> None:
+    assert (await claim(node, "a", "c1")).status == 201
+    await node.stop()
+    record = node.folder / "state/claims/c1.json"
+    text = record.read_text()
+    record.unlink()
+    record.write_text(text.replace("cuda0", "cuda1"))
+    await node.start()
+    await until(lambda: call(node, "a", "GET", "/v1/devices"), lambda answer: len(answer.json) > 5)
+    devices = (await call(node, "a", "GET", "/v1/devices")).json
+    assert {h["claim_id"] for d in devices for h in d["holders"]} == {"other"}
+    assert (await call(node, "a", "GET", "/v1/claims")).json == []
+    for method in ("GET", "DELETE"):
+        assert (await call(node, "a", method, "/v1/claims/c1")).status == 404
+    assert (await call(node, "agentd", "GET", "/v1/claims/c1")).json["state"] == "unreadable"
+    assert (await call(node, "agentd", "DELETE", "/v1/claims/c1")).status == 204
 
 
 async def test_claims_of_others_cannot_be_seen_or_used(node: Daemon) -> None:

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,6 +51,39 @@ async def test_holder_that_cannot_be_observed_counts_as_alive(
     assert HolderObserver().is_alive(holder)
     with pytest.raises(OSError, match="Too many open files"):
         HolderObserver().watch(holder, lambda: None)
+
+
+@pytest.fixture
+def thread() -> Iterator[int]:
+    """The id of a thread of this process."""
+    end = threading.Event()
+    other = threading.Thread(target=end.wait)
+    other.start()
+    assert other.native_id is not None
+    yield other.native_id
+    end.set()
+    other.join()
+
+
+@pytest.mark.parametrize("number", [0, errno.ENOENT, errno.EINVAL, errno.ESRCH])
+async def test_thread_is_no_holder_and_its_id_is_no_process(
+    thread: int, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """As this Linux says it (0), and as others do: ENOENT since 6.9, EINVAL before."""
+
+    def fails(pid: int) -> int:
+        raise OSError(number, os.strerror(number))
+
+    if number:
+        monkeypatch.setattr(os, "pidfd_open", fails)
+    holders, ended = HolderObserver(), asyncio.Event()
+    with pytest.raises(NoSuchHolder):
+        holders.find_process(thread, start_of(thread), caller_pid=OWN, caller_uid=None)
+    holder = ProcessHolder(thread, start_of(thread))
+    assert not holders.is_alive(holder)
+    holders.watch(holder, ended.set)
+    async with asyncio.timeout(10):
+        await ended.wait()
 
 
 @pytest.mark.needs("root")

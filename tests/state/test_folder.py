@@ -18,6 +18,15 @@ from agentd.state.schemas import Phase, SavedDevices, SavedRecord, StoppedPlugin
 from core.machines import CPU, gpus
 
 
+def link(path: Path) -> None:
+    path.symlink_to("/etc/hostname")
+
+
+def write_much(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 32)
+
+
 @pytest.fixture
 def state(tmp_path: Path) -> Iterator[StateFolder]:
     made = StateFolder(tmp_path / "state", "n")
@@ -80,6 +89,24 @@ def test_a_loss_of_power_ends_claims_whose_records_it_emptied(
     again = StateFolder(state.folder, "n")
     again.open(tmp_path / "locks")
     assert again.load_claims() == {"lasting": "", "now": "", "whole": "{}"}
+    again.close()
+
+
+def test_old_fifo_in_place_of_a_claim_delays_no_start(state: StateFolder, tmp_path: Path) -> None:
+    odd = {"fifo": os.mkfifo, "folder": Path.mkdir, "link": link, "large": write_much}
+    for name, make in odd.items():
+        path = state.folder / "claims" / f"{name}.json"
+        make(path)
+        os.utime(path, (1, 1), follow_symlinks=False)
+        if name != "link":
+            path.chmod(0o400)
+    state.close()
+    again = StateFolder(state.folder, "n")
+    again.open(tmp_path / "locks")
+    assert again.load_claims() == dict.fromkeys(sorted(odd), "")
+    for name in odd:
+        again.drop_claim(name)
+    assert again.load_claims() == {}
     again.close()
 
 
@@ -305,10 +332,6 @@ def test_reading_records_changes_nothing(state: StateFolder) -> None:
     state.drop_record("k1")
     state.retry()
     assert state.load_records() == []
-
-
-def link(path: Path) -> None:
-    path.symlink_to("/etc/hostname")
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, link])

@@ -103,8 +103,17 @@ def require_unreserved_id(caller: Caller, new_id: str | None) -> None:
     Raises:
         Forbidden: it begins with a prefix of engines, and the caller is not an admin.
     """
-    if caller.role is not Role.ADMIN and new_id and new_id.startswith(ENGINE_PREFIXES):
-        right = f"create ids that begin with {new_id.partition('-')[0]}-"
+    if new_id and new_id.startswith(ENGINE_PREFIXES):
+        require_admin(caller, f"create ids that begin with {new_id.partition('-')[0]}-")
+
+
+def require_admin(caller: Caller, right: str) -> None:
+    """Refuse a caller that is not an admin.
+
+    Raises:
+        Forbidden: it is not.
+    """
+    if caller.role is not Role.ADMIN:
         raise Forbidden(caller.name, caller.role.value, right, [Role.ADMIN.value])
 
 

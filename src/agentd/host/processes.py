@@ -11,6 +11,7 @@ memory) is raised: it proves nothing.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
@@ -88,8 +89,11 @@ def open_pidfd(pid: int) -> Iterator[int]:
         ProcessLookupError: the process does not exist.
         OSError: it is unknown whether the process exists.
     """
-    with ending_process_as_gone():
-        descriptor = os.pidfd_open(pid)
+    try:
+        with ending_process_as_gone():
+            descriptor = os.pidfd_open(pid)
+    except FileNotFoundError as error:  # since Linux 6.9, of the id of a thread
+        raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH)) from error
     try:
         yield descriptor
     finally:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from agentd.core.access import Caller, Role, require_unreserved_id
+from agentd.core.access import Caller, Role, require_admin, require_unreserved_id
 from agentd.core.claim.claim import (
     ClaimHolder,
     ClaimStatus,
@@ -15,7 +15,7 @@ from agentd.core.claim.claim import (
     NameHolder,
     TimeHolder,
 )
-from agentd.errors import Forbidden, InvalidRequest, Problem
+from agentd.errors import InvalidRequest, Problem
 from agentd.host.claim_holders import HolderObserver, NoSuchHolder
 from agentd.http.bodies import read_body
 from agentd.http.callers import attach_id, caller_of, peer_of
@@ -142,5 +142,5 @@ def _require_admin_for(body: CreateClaimRequest, caller: Caller) -> None:
         "make observed claims": body.observed or None,
     }
     for right, value in admin_members.items():
-        if value is not None and caller.role is not Role.ADMIN:
-            raise Forbidden(caller.name, caller.role.value, right, [Role.ADMIN.value])
+        if value is not None:
+            require_admin(caller, right)

@@ -7,7 +7,7 @@ import signal
 import msgspec
 from aiohttp import web
 
-from agentd.core.access import require_unreserved_id
+from agentd.core.access import require_admin, require_unreserved_id
 from agentd.core.kernel.exec_spec import ExecSpec
 from agentd.core.kernel.states import Kernel
 from agentd.http.bodies import read_body
@@ -66,6 +66,8 @@ class KernelHandlers:
         )
         caller = caller_of(request)
         require_unreserved_id(caller, body.kernel_id)
+        if body.overcommit:
+            require_admin(caller, "overcommit devices")
         spec = body.to_spec(agent_id, caller)
         attach_id(request, "kernel", spec.kernel_id)
         if query_of(request, CreateQuery).dry_run:

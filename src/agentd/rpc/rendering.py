@@ -109,10 +109,10 @@ def claim_view(status: ClaimStatus, inventory: Inventory) -> ClaimView:
     holder = msgspec.to_builtins(claim.holder)
     del holder["type"]
     holder.pop("inode", None)
-    return {
+    view: ClaimView = {
         "claim_id": claim.claim_id,
         "agent_id": claim.agent_id,
-        "state": "used" if status.is_used else "held",
+        "state": status.state,
         "slots": dict(claim.slots),
         "allocation": charged_allocation(claim.allocation, inventory).to_wire(),
         "edits": edits_view(claim.edits),
@@ -122,6 +122,9 @@ def claim_view(status: ClaimStatus, inventory: Inventory) -> ClaimView:
         "expires_at": format_time(status.expires_at),
         "created_by": claim.created_by,
     }
+    if claim.unreadable_reason:
+        view["reason"] = claim.unreadable_reason
+    return view
 
 
 def edits_view(edits: ContainerEdits) -> EditsView:

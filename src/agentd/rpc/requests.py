@@ -177,6 +177,10 @@ class CreateKernelRequest(Body):
     keep_claim: bool = Field(
         False, description="Whether the claim outlives the kernel; only with `claim`."
     )
+    overcommit: bool = Field(
+        False,
+        description="Whether devices of an observed claim may have other holders (set by admins).",
+    )
     mounts: list[MountRequest] = Field(
         [],
         max_length=MAX_ITEMS,

@@ -20,6 +20,7 @@ from agentd.core.claim.allocation import (
     allocate_observed,
     claimed_names,
     default_amounts,
+    refuse_overcommitted,
     split_slots,
     with_claimed_usable,
 )
@@ -204,6 +205,9 @@ class Planner:
                 policy,
                 named_devices,
             )
+            claim = state.claims.get(spec.claim_id or "")
+            if claim is not None and claim.is_observed and not spec.overcommits:
+                refuse_overcommitted(from_claim, inventory, state.ledger)
         from_free = allocate(state.ledger, inventory, partition, free_slots, policy, named_devices)
         allocation = Allocation((*from_claim.shares, *from_free.shares))
         ports = self._assign_host_ports(spec, state)

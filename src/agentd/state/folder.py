@@ -365,7 +365,7 @@ class StateFolder:
         path = self._claim_path(claim_id)
         try:
             hit("claim.before_drop")
-            path.unlink(missing_ok=True)
+            _remove(path)
             hit("claim.after_drop")
         except OSError as error:
             raise StateUnavailable(f"{path} cannot be removed: {error.strerror}") from error
@@ -375,7 +375,7 @@ class StateFolder:
 
     def _remove_record(self, kernel_id: str, phase: Phase) -> None:
         hit("record.before_drop")
-        self._record_path(kernel_id, phase).unlink(missing_ok=True)
+        _remove(self._record_path(kernel_id, phase))
         hit("record.after_drop")
 
     def _run_steps(self, kernel_id: str, *steps: Callable[[], None]) -> None:
@@ -507,7 +507,9 @@ def _is_emptied(path: Path, booted_at: float) -> bool:
     is_of_earlier_boot = (
         stat.S_IMODE(status.st_mode) == _UNTIL_REBOOT and status.st_mtime < booted_at
     )
-    return is_of_earlier_boot and not path.read_bytes().strip(b"\0")
+    with suppress(UnusableFile):
+        return is_of_earlier_boot and not _read(path).strip(b"\0")
+    return False
 
 
 def _write_new_file(path: Path, content: bytes, *, is_lasting: bool, mode: int) -> None:
@@ -522,10 +524,30 @@ def _write_new_file(path: Path, content: bytes, *, is_lasting: bool, mode: int) 
 
 def _read_text(path: Path) -> str:
     """Return a record's text, empty if it is unreadable."""
+    with suppress(UnusableFile):
+        return _read(path).decode(errors="replace")
+    return ""
+
+
+def _read(path: Path) -> bytes:
+    """Return the content of a record.
+
+    Raises:
+        UnusableFile: it is no regular file, too large, or cannot be read.
+    """
+    return read_regular(path, follows_links=False).content
+
+
+def _remove(path: Path) -> None:
+    """Remove a record; a folder in its place is set aside.
+
+    Raises:
+        OSError: it is still there.
+    """
     try:
-        return read_regular(path, follows_links=False).content.decode(errors="replace")
-    except UnusableFile:
-        return ""
+        path.unlink(missing_ok=True)
+    except IsADirectoryError:
+        path.rename(path.with_name(f"{path.name}.unreadable"))
 
 
 def _sync_folder(folder: Path) -> None:

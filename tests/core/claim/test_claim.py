@@ -35,6 +35,7 @@ from agentd.core.slots import ONE, ResourceSlots, SlotKind
 from agentd.errors import InsufficientResource
 from core import several_slots
 from core.machines import cores, gpus, machine, memory
+from support.damage import every_flip, of_schema_1, resealed
 
 HOLDERS: list[ClaimHolder] = [
     ProcessHolder(17, 4711),
@@ -102,13 +103,27 @@ def test_a_record_is_read_back(holder: ClaimHolder) -> None:
         {"labels": ["x"]},
         {"edits": {"env": 1}},
         {"schema": True},
+        {"holder": {"type": "process", "pid": 2**40, "start_time": 1}},
+        {"holder": {"type": "process", "pid": 0, "start_time": 1}},
+        {"holder": {"type": "process", "pid": 1, "start_time": 2**64}},
+        {"holder": {"type": "cgroup", "cgroup": "/a\0b", "inode": 1}},
+        {"holder": {"type": "cgroup", "cgroup": "a", "inode": 1}},
+        {"holder": {"type": "cgroup", "cgroup": "/a", "inode": -1}},
+        {"holder": {"type": "cgroup", "cgroup": "/\ud800", "inode": 1}},
+        {"holder": {"type": "ttl", "ttl": 10**15}},
+        {"holder": {"type": "ttl", "ttl": 0}},
+        {"owner_uid": 2**32},
+        {"created_by": "\udfff"},
+        {"created_at": 10**400},
+        {"labels": {"a": "b" * 2**16, "\ud800": "c"}},
     ],
     ids=str,
 )
 def test_a_damaged_record_is_refused(changes: dict[str, object]) -> None:
-    text = json.dumps(json.loads(encode(claim(), "n")) | changes)
-    with pytest.raises(RecordError):
-        decode("c1", text)
+    old = {**json.loads(of_schema_1(encode(claim(), "n"))), **changes}
+    for text in (json.dumps(old), resealed(encode(claim(), "n"), **changes)):
+        with pytest.raises(RecordError):
+            decode("c1", text)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", "1", "[" * 100_000], ids=len)
@@ -118,10 +133,31 @@ def test_a_text_that_is_no_record_is_refused(text: str) -> None:
 
 
 def test_newer_record_is_told_apart_and_new_members_are_ignored() -> None:
-    content = json.loads(encode(claim(), "n"))
-    assert decode("c1", json.dumps(content | {"more": 1})) == claim()
+    text = encode(claim(), "n")
+    assert decode("c1", resealed(text, more=1)) == claim()
     with pytest.raises(NewerRecordError):
-        decode("c1", json.dumps(content | {"schema": 2}))
+        decode("c1", resealed(text, schema=3))
+
+
+def test_no_flipped_bit_makes_another_claim() -> None:
+    """Not one of another device or holder, not one of another schema, and never an exception."""
+    for text in every_flip(encode(claim(), "n")):
+        try:
+            assert decode("c1", text) == claim(), text
+        except NewerRecordError:
+            pytest.fail(f"taken for one of a newer agentd: {text}")
+        except RecordError as error:
+            assert str(error)
+
+
+def test_a_record_without_a_sum_is_read_and_gets_one() -> None:
+    text = of_schema_1(encode(claim(), "n"))
+    assert decode("c1", text) == claim()
+    again = json.loads(encode(decode("c1", text), "n"))
+    assert (again["schema"], len(again["sum"])) == (2, 16)
+    del again["sum"]
+    with pytest.raises(RecordError, match="damaged"):
+        decode("c1", json.dumps(again))
 
 
 @pytest.mark.parametrize("holder", HOLDERS, ids=str)

@@ -1,14 +1,18 @@
+import msgspec
 import pytest
 from msgspec.structs import replace
 
 from agentd.core.allocation.ledger import UNREADABLE_SLOT, Allocation, Ledger, Share
+from agentd.core.allocation.ports import Port
 from agentd.core.devices import DeviceId
 from agentd.core.kernel.adoption import adopt, adopt_record, resolve_devices
 from agentd.core.kernel.reconcile import reconcile
 from agentd.core.kernel.record import encode, encode_device_label
 from agentd.core.kernel.states import KernelState, ObservedState
 from agentd.core.slots import ONE, SlotKind
+from agentd.rpc.rendering import kernel_view
 from core.kernels import GPU, HELD, KERNEL, MEM, NODE, encoded, found
+from support.damage import every_flip, odd_records
 
 
 def test_a_damaged_record_is_recovered_from_the_second_statement() -> None:
@@ -19,6 +23,26 @@ def test_a_damaged_record_is_recovered_from_the_second_statement() -> None:
     assert "recovered" in kernel.reason
     foreign = adopt(found(record=encoded(kernel_id="k2")), NODE).kernel
     assert "record of kernel k2" in foreign.reason
+
+
+def test_no_flipped_bit_of_a_record_frees_or_takes_a_device() -> None:
+    """The device label has the devices; a record in the state folder alone may hold any."""
+    for text in every_flip(encoded()):
+        kernel = adopt(found(record=text), NODE).kernel
+        assert (kernel.state, kernel.allocation) == (KernelState.RUNNING, HELD), text
+        saved = adopt_record("k1", text, "docker", NODE, 1.0).kernel
+        held = {share.device_id for share in saved.allocation.shares}
+        assert held >= {share.device_id for share in HELD.shares}, text
+
+
+def test_no_value_in_a_record_breaks_a_list() -> None:
+    for text in odd_records(encoded(labels={"a": "b"}, ports=(Port(1, 2),), creator_uid=5)):
+        update = adopt_record("k1", text, "docker", NODE, 1.0)
+        kernel = update.kernel.with_observation(ObservedState.RUNNING)
+        inventory = NODE
+        for device in update.missing:
+            inventory = inventory.with_device(device)
+        assert msgspec.json.encode(kernel_view(kernel, inventory))
 
 
 @pytest.mark.parametrize("statement", ["", encode_device_label(HELD)], ids=["nothing", "statement"])

@@ -1,10 +1,23 @@
+import contextlib
+import hashlib
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentd.core.kernel.record import RecordError, decode, decode_device_label, encode_device_label
+from agentd.core.kernel.record import (
+    NewerRecordError,
+    RecordError,
+    decode,
+    decode_device_label,
+    encode_device_label,
+    is_of_other_node,
+    require_owner,
+)
 from agentd.core.kernel.states import Kernel
 from core.kernels import HELD, KERNEL, encoded
+from support.damage import every_flip, of_schema_1, resealed
 
 
 def test_records_and_statements_come_back_as_they_were() -> None:
@@ -34,16 +47,17 @@ def test_a_damaged_record_is_refused_or_read_as_some_record(position, byte) -> N
 
 
 def test_a_newer_schema_is_refused_and_unknown_members_are_not() -> None:
-    text = encoded()
-    with pytest.raises(RecordError, match="newer"):
-        decode(text.replace('"schema":1', '"schema":2'))
-    more = text.replace('"schema":1', '"schema":1,"extra":{"a":[1]}')
-    assert decode(more) == KERNEL
+    with pytest.raises(NewerRecordError):
+        decode(resealed(encoded(), schema=3))
+    with pytest.raises(NewerRecordError):
+        decode('{"schema":99}')
+    assert decode(resealed(encoded(), extra={"a": [1]})) == KERNEL
+    assert decode(of_schema_1(encoded(), extra={"a": [1]})) == KERNEL
 
 
 @pytest.mark.parametrize("time", ["1e300", "NaN", "Infinity", "-1", '"x"', "null"])
 def test_a_time_that_cannot_be_shown_makes_a_record_unreadable(time) -> None:
-    text = encoded().replace('"created_at":5.0', f'"created_at":{time}')
+    text = of_schema_1(encoded()).replace('"created_at":5.0', f'"created_at":{time}')
     with pytest.raises(RecordError, match="invalid time"):
         decode(text)
 
@@ -59,7 +73,7 @@ def test_a_time_that_cannot_be_shown_makes_a_record_unreadable(time) -> None:
     ],
 )
 def test_a_share_of_nothing_makes_a_record_unreadable(before: str, after: str) -> None:
-    text = encoded()
+    text = of_schema_1(encoded())
     assert before in text
     with pytest.raises(RecordError):
         decode(text.replace(before, after, 1))
@@ -69,3 +83,40 @@ def test_a_share_of_nothing_makes_a_record_unreadable(before: str, after: str) -
 def test_a_share_of_nothing_makes_a_statement_unreadable(amount: str) -> None:
     with pytest.raises(RecordError):
         decode_device_label(f"cuda/cuda0/cuda.device={amount}@GPU-cuda-0")
+
+
+def test_no_flipped_bit_makes_another_record() -> None:
+    """Not one of another device, not one of another schema, and never an exception."""
+    for text in every_flip(encoded()):
+        try:
+            assert decode(text) == KERNEL, text
+        except NewerRecordError:
+            pytest.fail(f"taken for one of a newer agentd: {text}")
+        except RecordError as error:
+            assert str(error)
+        assert not is_of_other_node(text, "n")
+        with contextlib.suppress(RecordError):
+            require_owner(text, "n", "k1")
+
+
+def test_the_sum_is_the_documented_one() -> None:
+    content = json.loads(encoded())
+    given = content.pop("sum")
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    assert given == hashlib.sha256(text.encode()).hexdigest()[:16]
+    assert content["schema"] == 2
+
+
+OUT_OF_RANGE = {
+    "creator_uid": -1,
+    "ports": [{"container": 2**16, "host": None, "protocol": "tcp", "address": ""}],
+    "created_by": "\ud800",
+    "image": 5,
+    "schema": 0,
+}
+
+
+@pytest.mark.parametrize("member", OUT_OF_RANGE)
+def test_what_cannot_be_right_makes_a_record_unreadable(member: str) -> None:
+    with pytest.raises(RecordError):
+        decode(json.dumps({**json.loads(of_schema_1(encoded())), member: OUT_OF_RANGE[member]}))

@@ -129,7 +129,7 @@ def test_a_full_spec_is_a_full_request() -> None:
         "Env": ["A=b", "CUDA_VISIBLE_DEVICES=0"],
         "Labels": {
             "team": "a",
-            "io.agentd.schema": "1",
+            "io.agentd.schema": "2",
             "io.agentd.node": "n",
             "io.agentd.agent": "agent-1",
             "io.agentd.kernel": "k1",

@@ -1,15 +1,18 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from contextlib import suppress
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from agentd.core.access import Caller, Role
-from agentd.core.allocation.ledger import ClaimRef
+from agentd.core.allocation.ledger import Allocation, ClaimRef
 from agentd.core.claim.claim import (
     MAX_CLAIMS,
+    CgroupHolder,
     ClaimHolder,
     ClaimSpec,
     EditsTarget,
@@ -18,7 +21,9 @@ from agentd.core.claim.claim import (
     ProcessHolder,
     TimeHolder,
 )
-from agentd.core.kernel.states import KernelSpec, KernelState
+from agentd.core.claim.record import decode
+from agentd.core.kernel.record import RecordError, read_members, seal
+from agentd.core.kernel.states import Kernel, KernelSpec, KernelState
 from agentd.core.slots import ONE, SlotKind, SlotType
 from agentd.errors import (
     ClaimConflict,
@@ -32,9 +37,11 @@ from agentd.errors import (
     UnknownClaim,
 )
 from agentd.events import EventKind
+from agentd.rpc.rendering import claim_view
 from agentd.services.protocols import PluginListing
 from core.machines import gpus
-from services.node import Rig, settled
+from services.node import CUDA, Rig, settled
+from support.damage import odd_records
 from support.waiting import until
 
 ADMIN = Caller("admin", Role.ADMIN)
@@ -351,6 +358,64 @@ async def test_an_unreadable_record_withholds_every_device(rig: Rig) -> None:
         await rig.service.create(kernel())
     rig.claims.release("c1", ADMIN)
     assert (rig.free_gpus, rig.memory.claims) == (2, {})
+
+
+async def test_an_unreadable_claim_withholds_devices_that_come_late() -> None:
+    """As after a damaged list of devices, while their plugin has not answered yet."""
+    rig = Rig(listings=[])
+    rig.memory.claims["c1"] = "{"
+    rig.recall()
+    rig.plugins.ready = [PluginListing("cuda", (CUDA,), tuple(gpus(1, 1)))]
+    rig.devices.refresh("cuda")
+    assert rig.free_gpus == 0
+    rig.claims.release("c1", ADMIN)
+    assert rig.free_gpus == 2
+
+
+async def test_no_value_in_a_record_breaks_a_start_or_a_list() -> None:
+    before = Rig()
+    await before.claims.create(spec(labels={"a": "b"}, owner_uid=5))
+    texts = [*before.memory.claims.values()]
+    for holder in (TimeHolder(5), PROCESS, CgroupHolder("/a", 1)):
+        content = {**read_members(texts[0]), "holder": msgspec.to_builtins(holder)}
+        texts.append(seal(content))
+    for text in (text for whole in texts for text in odd_records(whole)):
+        with suppress(RecordError):
+            decode("c1", text)
+            rig = Rig()
+            rig.memory.claims["c1"] = text
+            rig.recall()
+            for claim in rig.claims.recorded_claims():
+                view = claim_view(rig.claims.status(claim), rig.devices.inventory)
+                assert msgspec.json.encode(view)
+                assert rig.free_gpus == 1 or "X" in text
+
+
+async def test_an_observed_claim_starts_nothing_on_what_others_hold(rig: Rig) -> None:
+    await rig.create("k1", cuda_device=2)
+    await rig.claims.create(spec(is_observed=True))
+    with pytest.raises(InsufficientResource, match="others hold device cuda/cuda0"):
+        await rig.service.create(kernel("k2"))
+    with pytest.raises(InsufficientResource):
+        await rig.service.dry_run_create(kernel("k2"))
+    assert (rig.states, held(rig)) == ({"k1": "running"}, 1)
+    allowed, _ = await rig.service.create(replace(kernel("k2", keeps=True), overcommits=True))
+    assert allowed.state is KernelState.RUNNING
+    await rig.service.remove("k2")
+    await rig.service.remove("k1")
+    again, _ = await rig.service.create(kernel("k3"))
+    assert again.state is KernelState.RUNNING
+
+
+async def test_observed_claim_starts_nothing_on_a_renamed_slot(rig: Rig) -> None:
+    """A device whose holder has another slot of it is held whole, whatever the sum of its slots."""
+    await rig.claims.create(spec(is_observed=True))
+    (share,) = rig.state.claim("c1").allocation.shares
+    old = Allocation((replace(share, slot="cuda.shares", secondary=()),))
+    made = Kernel("old", "b", KernelState.RUNNING, "h", 1.0, "fake", allocation=old)
+    rig.state.put_kernel(made)
+    with pytest.raises(InsufficientResource):
+        await rig.service.create(kernel())
 
 
 async def test_a_holder_that_cannot_be_observed_now_is_tried_again(rig: Rig) -> None:

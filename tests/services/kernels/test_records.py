@@ -15,6 +15,7 @@ from agentd.services.kernels.records import recorded_runtimes
 from agentd.services.state import RuntimeState
 from agentd.state.schemas import Phase, SavedRecord
 from services.node import Rig
+from support.damage import resealed
 
 
 async def restarted(rig: Rig) -> Rig:
@@ -90,7 +91,7 @@ async def test_a_runtime_is_forgotten_only_while_it_does_not_answer(rig: Rig) ->
 
 async def test_unconfigured_runtime_can_be_forgotten(rig: Rig) -> None:
     await rig.create(cuda_device=1)
-    text = rig.memory.records["k1"].text.replace('"runtime":"fake"', '"runtime":"old"')
+    text = resealed(rig.memory.records["k1"].text, runtime="old")
     after = Rig(rig.memory, "old")
     rig.memory.records["k1"] = SavedRecord("k1", Phase.LIVE, text)
     assert recorded_runtimes(rig.memory.load_records()) == {"old"}

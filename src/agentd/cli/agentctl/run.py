@@ -83,6 +83,7 @@ _Event: TypeAlias = "signal.Signals | KernelView | BaseException"
 @click.argument("agent", shell_complete=completion.agents)
 @kernel_options
 @member_option("--claim")
+@member_option("--overcommit", is_flag=True)
 @click.option("--rm", "removes", is_flag=True, help="Delete the kernel when it ends.")
 @click.pass_obj
 def run(client: Client, /, agent: str, removes: bool, **options: Any) -> None:

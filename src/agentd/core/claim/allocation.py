@@ -16,7 +16,8 @@ from agentd.core.allocation.policy import AllocationPolicy
 from agentd.core.claim.claim import total_amounts
 from agentd.core.devices import Device, DeviceId, Health, Inventory
 from agentd.core.partition.split import Partition
-from agentd.core.slots import CPU, MEM, ResourceSlots, device_name_of
+from agentd.core.slots import CPU, MEM, ResourceSlots, device_name_of, format_amount
+from agentd.errors import InsufficientResource
 
 
 def claimed_names(claimed: Allocation) -> frozenset[str]:
@@ -120,6 +121,21 @@ def allocate_observed(
     )
     healthy = Inventory.of(inventory.slot_types.values(), devices)
     return allocate(Ledger(), healthy, partition, slots, policy, named_devices)
+
+
+def refuse_overcommitted(taken: Allocation, inventory: Inventory, ledger: Ledger) -> None:
+    """Refuse what a kernel would take of an observed claim, if others hold a device of it, too.
+
+    Raises:
+        InsufficientResource: a device is held above its capacity, or whole for another slot.
+    """
+    for share in taken.shares:
+        device = inventory.by_id[share.device_id]
+        if ledger.excess(device) or ledger.whole_device_holders(device):
+            amount = format_amount(share.amount, share.kind)
+            reason = f"others hold device {device.device_id}; an admin can create with overcommit"
+            amounts = f"requested {amount}, 0 free: {reason}"
+            raise InsufficientResource(share.slot, amount, "0", (), amounts=amounts)
 
 
 def with_claimed_usable(inventory: Inventory, claimed: Allocation) -> Inventory:

@@ -10,20 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
-from typing import TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
+from msgspec import Meta
 from msgspec.structs import replace
 
 from agentd.core.access import Caller, Role
 from agentd.core.allocation.ledger import UNREADABLE_SLOT, Allocation, Holder, Share
 from agentd.core.devices import DeviceId
 from agentd.core.kernel.edits import ContainerEdits
+from agentd.core.kernel.record import MAX_UID
 from agentd.errors import ClaimConflict
 
 MAX_CLAIMS = 4096
 """Maximum claims of a node."""
 MIN_TTL_S, MAX_TTL_S = 1, 7 * 24 * 3600
+MAX_PID, MAX_TICKS = 2**22, 2**63 - 1
+"""The largest process id and start time of a process (proc(5))."""
 
 
 class EditsTarget(StrEnum):
@@ -47,21 +51,21 @@ class EndReason(StrEnum):
 class ProcessHolder(msgspec.Struct, frozen=True, tag="process"):
     """A process, by its id and its start time in ticks since the boot."""
 
-    pid: int
-    start_time: int
+    pid: Annotated[int, Meta(ge=1, le=MAX_PID)]
+    start_time: Annotated[int, Meta(ge=0, le=MAX_TICKS)]
 
 
 class CgroupHolder(msgspec.Struct, frozen=True, tag="cgroup"):
     """A cgroup of version 2, by its path and the inode of its folder."""
 
-    cgroup: str
-    inode: int
+    cgroup: Annotated[str, Meta(pattern=r"\A/[^\0]*\Z")]
+    inode: Annotated[int, Meta(ge=0)]
 
 
 class TimeHolder(msgspec.Struct, frozen=True, tag="ttl"):
     """A time limit in seconds, to be renewed."""
 
-    ttl: int
+    ttl: Annotated[int, Meta(ge=MIN_TTL_S, le=MAX_TTL_S)]
 
 
 class NameHolder(msgspec.Struct, frozen=True, tag="name"):
@@ -115,7 +119,7 @@ class Claim(msgspec.Struct, frozen=True):
     edits: ContainerEdits = msgspec.field(default_factory=ContainerEdits)
     labels: Mapping[str, str] = {}
     created_by: str = ""
-    owner_uid: int | None = None
+    owner_uid: Annotated[int, Meta(ge=0, le=MAX_UID)] | None = None
     is_observed: bool = False
     unreadable_reason: str = ""
 
@@ -151,6 +155,13 @@ class ClaimStatus(msgspec.Struct, frozen=True):
     claim: Claim
     is_used: bool = False
     expires_at: float | None = None
+
+    @property
+    def state(self) -> Literal["held", "used", "unreadable"]:
+        """Its state."""
+        if self.claim.unreadable_reason:
+            return "unreadable"
+        return "used" if self.is_used else "held"
 
 
 class Collision(msgspec.Struct, frozen=True):

@@ -1,15 +1,9 @@
-"""The record of a claim: one file of JSON in the state folder, with a schema number.
-
-A reader accepts its own schema and older ones, and ignores members that it does not know.
-"""
+"""The record of a claim: one file of JSON in the state folder, as the record of a kernel is."""
 
 from __future__ import annotations
 
-import json
-
 import msgspec
 
-from agentd.core.allocation.ledger import Allocation
 from agentd.core.claim.claim import Claim, NameHolder
 from agentd.core.kernel.record import (
     MissingRecordError,
@@ -19,6 +13,7 @@ from agentd.core.kernel.record import (
     malformed_as_record_error,
     parse_members,
     parse_time,
+    seal,
 )
 from agentd.core.names import is_name
 
@@ -29,22 +24,22 @@ def encode(claim: Claim, node_id: str) -> str:
     """Return a claim's record as one line of JSON."""
     content = msgspec.to_builtins(claim)
     del content["unreadable_reason"]
-    content |= {"schema": SCHEMA, "node_id": node_id, "observed": content.pop("is_observed")}
+    content |= {"node_id": node_id, "observed": content.pop("is_observed")}
     content["allocation"] = encode_allocation(claim.allocation)
-    return json.dumps(content, separators=(",", ":"))
+    return seal(content)
 
 
 def decode(claim_id: str, text: str) -> Claim:
     """Read the record of a claim.
 
     Raises:
-        RecordError: it is empty, not JSON, of a newer schema or of another claim, lacks a member,
-            or has one of another shape.
+        RecordError: it is empty, damaged, of a newer schema or of another claim, lacks a member,
+            or has one that cannot be right.
     """
     if not text:
         raise MissingRecordError("it is missing, empty or unreadable")
     with malformed_as_record_error():
-        raw = parse_members(text, SCHEMA)
+        raw = parse_members(text)
         members = {
             "created_at": parse_time(raw["created_at"]),
             "allocation": decode_allocation(raw["allocation"]),
@@ -54,11 +49,13 @@ def decode(claim_id: str, text: str) -> Claim:
         claim = msgspec.convert(raw | members, Claim)
         if claim.claim_id != claim_id or not is_name(claim.agent_id):
             raise RecordError("it is the record of another claim")
+        if not claim.allocation.shares:
+            raise RecordError("it holds nothing")
         return claim
 
 
-def unreadable_claim(claim_id: str, reason: str, held: Allocation, now: float) -> Claim:
-    """Return the claim of a record that cannot be read: it may hold any device."""
+def unreadable_claim(claim_id: str, reason: str, now: float) -> Claim:
+    """Return the claim of a record that cannot be read; it is to be charged with every device."""
     return Claim(
         claim_id=claim_id,
         agent_id="",
@@ -66,6 +63,5 @@ def unreadable_claim(claim_id: str, reason: str, held: Allocation, now: float) -
         request_hash="",
         created_at=now,
         boot_id="",
-        allocation=held,
         unreadable_reason=reason,
     )

@@ -72,8 +72,8 @@ def over_ceiling(
 _OF_AGENTD = frozenset(
     {
         *("kernel_id", "agent_id", "spec_hash", "slots", "devices", "labels", "options"),
-        *("created_by", "is_discreet", "claim_id", "keeps_claim", "caller"),
-        *("attempt", "removes"),
+        *("created_by", "is_discreet", "claim_id", "keeps_claim", "overcommits"),
+        *("attempt", "removes", "caller"),
     }
 )
 """Members of a spec that agentd carries out itself, on every runtime."""

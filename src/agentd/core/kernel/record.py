@@ -9,7 +9,9 @@ Both have one entry for each slot of a device, the primary one first:
 
     cuda/cuda0/cuda.shares=0.5@GPU-5f2c cuda/cuda0/cuda.mem=42949672960B@GPU-5f2c
 
-A reader accepts its own schema and older ones and ignores members that it does not know.
+A reader accepts its own schema and older ones and ignores members that it does not know. Records
+of kernels and claims have the same schemas. Since schema 2 a record has a `sum` of its other
+members, so that a damaged one is never taken for another record, of any schema.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from hashlib import sha256
 from typing import Any
 
 import msgspec
@@ -30,13 +33,14 @@ from agentd.core.kernel.states import Kernel, KernelState
 from agentd.core.names import is_name, quote_untrusted
 from agentd.core.slots import AmountError, SlotKind, format_amount, is_slot_name, parse_base_units
 
-SCHEMA = 1
+SCHEMA = 2
 DEVICE_LABEL = "statement"
 """Stands in `not_enforced` where the device label cannot be written."""
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
 """The errors of reading JSON of any shape into values of ours."""
 LAST_SECOND = 253_402_300_799
 """The end of the year 9999, the last that can be shown."""
+MAX_UID, MAX_PORT = 2**32 - 2, 2**16 - 1
 
 
 class RecordError(ValueError):
@@ -57,9 +61,8 @@ class NewerRecordError(RecordError):
 
 def encode(kernel: Kernel, node_id: str) -> str:
     """Return a kernel's record as one line of JSON; what changes while it runs is left out."""
-    return json.dumps(
+    return seal(
         {
-            "schema": SCHEMA,
             "node_id": node_id,
             "runtime": kernel.runtime,
             "kernel_id": kernel.kernel_id,
@@ -81,9 +84,22 @@ def encode(kernel: Kernel, node_id: str) -> str:
             **({"attempt": kernel.attempt} if kernel.attempt else {}),
             **({"remove": True} if kernel.removes else {}),
             **({"creator_uid": kernel.creator_uid} if kernel.creator_uid is not None else {}),
-        },
-        separators=(",", ":"),
+        }
     )
+
+
+def seal(members: Mapping[str, object]) -> str:
+    """Return a record of these members and their sum as one line of JSON, of this schema."""
+    content = {"schema": SCHEMA, **members}
+    return _write({**content, "sum": _sum_of(content)})
+
+
+def _write(content: Mapping[str, object]) -> str:
+    return json.dumps(content, sort_keys=True, separators=(",", ":"))
+
+
+def _sum_of(content: Mapping[str, object]) -> str:
+    return sha256(_write(content).encode()).hexdigest()[:16]
 
 
 def encode_allocation(allocation: Allocation) -> list[dict[str, str]]:
@@ -91,12 +107,14 @@ def encode_allocation(allocation: Allocation) -> list[dict[str, str]]:
     return [entry for share in allocation.shares for entry in _encode_share(share)]
 
 
-def decode_allocation(raw: Iterable[Mapping[str, object]]) -> Allocation:
+def decode_allocation(raw: object) -> Allocation:
     """Read the allocation of a record; inverse of `encode_allocation`.
 
     Raises:
-        RecordError: a share is malformed, or a slot of a device is there twice.
+        RecordError: it is no list, a share is malformed, or a slot of a device is there twice.
     """
+    if not isinstance(raw, list):
+        raise RecordError("invalid allocation: expected a list")
     return _group_entries(_decode_share(item) for item in raw)
 
 
@@ -124,13 +142,13 @@ def decode(text: str) -> Kernel:
     """Decode a record: the kernel as it was requested, `creating` and without a handle.
 
     Raises:
-        RecordError: it is empty, not JSON, of a newer schema, lacks a member, has one of another
+        RecordError: it is empty, damaged, of a newer schema, lacks a member, has one of another
             shape, or names a slot of a device twice.
     """
     if not text:
         raise MissingRecordError("it is missing")
     with malformed_as_record_error():
-        raw = parse_members(text, SCHEMA)
+        raw = parse_members(text)
         _parse_name(raw["node_id"])
         return Kernel(
             kernel_id=_parse_name(raw["kernel_id"]),
@@ -153,7 +171,9 @@ def decode(text: str) -> Kernel:
             keeps_claim=raw.get("keep_claim") is True,
             attempt=_parse_text(raw.get("attempt", "")),
             removes=raw.get("remove") is True,
-            creator_uid=_parse_number(raw["creator_uid"]) if "creator_uid" in raw else None,
+            creator_uid=_parse_number(raw["creator_uid"], 0, MAX_UID)
+            if "creator_uid" in raw
+            else None,
         )
 
 
@@ -170,21 +190,38 @@ def malformed_as_record_error() -> Iterator[None]:
         raise RecordError(str(error) or type(error).__name__) from None
 
 
-def parse_members(text: str, known_schema: int) -> dict[str, Any]:
-    """Return the members of a record.
+def parse_members(text: str) -> dict[str, Any]:
+    """Return the members of a record of a known schema.
 
     Raises:
-        NewerRecordError: its schema is newer than the known one.
-        RecordError: it has no schema number.
-        ValueError: it is not JSON.
+        NewerRecordError: its schema is newer.
+        RecordError: it is damaged, or has no schema number.
     """
-    raw: dict[str, Any] = json.loads(text)
-    schema = raw.get("schema") if isinstance(raw, dict) else None
-    if not isinstance(schema, int) or isinstance(schema, bool):
+    raw = read_members(text)
+    schema = raw.get("schema")
+    if not isinstance(schema, int) or isinstance(schema, bool) or schema < 1:
         raise RecordError("it has no schema number")
-    if schema > known_schema:
-        raise NewerRecordError(f"its schema {schema} is newer than {known_schema}")
+    if schema > SCHEMA:
+        raise NewerRecordError(f"its schema {schema} is newer than {SCHEMA}")
     return raw
+
+
+def read_members(text: str) -> dict[str, Any]:
+    """Return the members of a record of any schema, without its sum.
+
+    Raises:
+        RecordError: it is damaged: it is not JSON, or its sum is wrong.
+    """
+    with malformed_as_record_error():
+        raw: dict[str, Any] = json.loads(text)
+        if not isinstance(raw, dict):
+            raise RecordError("it is no object of JSON")
+        msgspec.json.encode(raw)  # no half of a character, and no number that cannot be shown
+        if "sum" in raw or raw.get("schema") in range(2, SCHEMA + 1):
+            given_sum = raw.pop("sum", None)
+            if given_sum != _sum_of(raw):
+                raise RecordError("it is damaged: its sum is not that of its content")
+        return raw
 
 
 def require_record(text: str | None) -> str:
@@ -209,7 +246,7 @@ def require_owner(text: str, node_id: str, kernel_id: str) -> None:
         RecordError: that cannot be read.
     """
     with malformed_as_record_error():
-        raw = json.loads(text)
+        raw = read_members(text)
         node, kernel = raw["node_id"], raw["kernel_id"]
     if (node, kernel) != (node_id, kernel_id):
         node, kernel = (name if is_name(name) else quote_untrusted(name) for name in (node, kernel))
@@ -218,8 +255,8 @@ def require_owner(text: str, node_id: str, kernel_id: str) -> None:
 
 def is_of_other_node(text: str, node_id: str) -> bool:
     """Return whether a record can be read and is of another node."""
-    with suppress(*MALFORMED):
-        return bool(json.loads(text)["node_id"] != node_id)
+    with suppress(RecordError, KeyError):
+        return bool(read_members(text)["node_id"] != node_id)
     return False
 
 
@@ -277,16 +314,16 @@ def _validate_share(share: Share) -> Share:
 def _decode_port(raw: Mapping[str, object]) -> Port:
     host = raw["host"]
     return Port(
-        _parse_number(raw["container"]),
-        None if host is None else _parse_number(host),
+        _parse_number(raw["container"], 1, MAX_PORT),
+        None if host is None else _parse_number(host, 1, MAX_PORT),
         _parse_text(raw["protocol"]),
         _parse_text(raw["address"]),
     )
 
 
-def _parse_number(raw: object) -> int:
-    if isinstance(raw, bool) or not isinstance(raw, int):
-        raise RecordError(f"invalid number {raw!r}: expected an integer")
+def _parse_number(raw: object, least: int, most: int) -> int:
+    if isinstance(raw, bool) or not isinstance(raw, int) or not least <= raw <= most:
+        raise RecordError(f"invalid number {raw!r}: expected an integer from {least} to {most}")
     return raw
 
 

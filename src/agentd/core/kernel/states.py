@@ -136,6 +136,8 @@ class KernelSpec(msgspec.Struct, frozen=True):
     """The claim whose devices it takes over, if it names one."""
     keeps_claim: bool = msgspec.field(default=False, name="keep_claim")
     """Whether the claim outlives the kernel."""
+    overcommits: bool = msgspec.field(default=False, name="overcommit")
+    """Whether it takes devices of an observed claim that are held above their capacity."""
     attempt: str = ""
     """The mark of the attempt to create it; repetitions of the request have the same."""
     removes: bool = msgspec.field(default=False, name="remove")

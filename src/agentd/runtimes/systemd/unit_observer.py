@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,11 +13,11 @@ from msgspec.structs import replace
 from agentd.core.kernel.observation import Leftover, Listing, ObservedKernel
 from agentd.core.kernel.plan import name_prefix
 from agentd.core.kernel.record import (
-    MALFORMED,
     ForeignRecordError,
     MissingRecordError,
     RecordError,
     decode,
+    read_members,
     require_owner,
     require_record,
 )
@@ -285,6 +284,6 @@ class UnitObserver:
 
 def agent_of_record(record: str) -> str:
     """Return the agent that a record of any schema names, empty if it is unreadable."""
-    with suppress(*MALFORMED):
-        return name_or_empty(json.loads(record)["agent_id"])
+    with suppress(RecordError, KeyError):
+        return name_or_empty(read_members(record)["agent_id"])
     return ""

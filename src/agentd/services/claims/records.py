@@ -26,12 +26,8 @@ def restore_claims(
         try:
             claim = decode(claim_id, text)
         except RecordError as error:
-            quarantined = quarantine_allocation(devices.inventory)
-            claim = unreadable_claim(
-                claim_id, f"its record cannot be read: {error}", quarantined, now
-            )
-        else:
-            claim = resolve_claim_devices(claim, devices)
+            claim = unreadable_claim(claim_id, f"its record cannot be read: {error}", now)
+        claim = resolve_claim_devices(claim, devices)
         state.put_claim(claim)
         claims.append(claim)
     return claims
@@ -39,6 +35,9 @@ def restore_claims(
 
 def resolve_claim_devices(claim: Claim, devices: NodeDevices) -> Claim:
     """Return a claim charged to the devices of now; missing ones join the inventory."""
-    allocation, missing = resolve_devices(claim.allocation, devices.inventory)
-    devices.add_missing(missing)
+    if claim.unreadable_reason:
+        allocation = quarantine_allocation(devices.inventory)
+    else:
+        allocation, missing = resolve_devices(claim.allocation, devices.inventory)
+        devices.add_missing(missing)
     return claim if allocation == claim.allocation else replace(claim, allocation=allocation)
