@@ -12,7 +12,7 @@ import pytest
 from agentd.client.paths import next_query
 from support.daemon import AGENTS, Answer, Daemon, gpus
 from support.daemon_pool import Serving
-from support.damage import flipped
+from support.damage import flipped, resealed
 from support.waiting import until
 
 NODE = AGENTS + gpus(4)
@@ -166,9 +166,11 @@ async def test_unreadable_claim_withholds_devices_until_its_release(node: Daemon
     claims = node.folder / "state/claims"
     text = (claims / "flipped.json").read_bytes()
     place = 8 * text.index(b'"ttl":1000') + 50
+    newer = resealed(text.decode(), claim_id="newer", schema=3)
     odd = {
         "c1.json": lambda path: path.write_text("{"),
         "flipped.json": lambda path: path.write_bytes(flipped(text, place)),
+        "newer.json": lambda path: path.write_text(newer),
         "fifo.json": os.mkfifo,
         "folder.json": Path.mkdir,
     }
@@ -179,9 +181,10 @@ async def test_unreadable_claim_withholds_devices_until_its_release(node: Daemon
     await node.start()
     assert await free(node) == "0"
     shown = {claim["claim_id"]: claim for claim in await node.get("/v1/claims")}
-    assert shown.keys() == {"c1", "flipped", "fifo", "folder"}
+    assert shown.keys() == {name.removesuffix(".json") for name in odd}
     assert {(c["state"], c["agent_id"]) for c in shown.values()} == {("unreadable", "")}
     assert "damaged" in shown["flipped"]["reason"]
+    assert "newer" in shown["newer"]["reason"]
     for name, view in shown.items():
         assert f"claim {name}: {view['reason']}" in "".join(
             (await node.get("/v1/node"))["warnings"]

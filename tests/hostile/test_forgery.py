@@ -22,6 +22,7 @@ from agentd.pluginhost.descendants import new_mark
 from native.libraries import built
 from support.checked_node import CheckedNode
 from support.daemon import AGENTS, Daemon, gpus
+from support.damage import forged
 
 pytestmark = pytest.mark.needs("root")
 NODE = '[plugins]\nallow = ["sim"]\n' + AGENTS + gpus(4)
@@ -248,7 +249,7 @@ async def test_records_that_lie_rename_and_move_nothing(node, folder) -> None:
     before = await picture(node)
     record = folder / "state" / "kernels" / "of-agent-1" / "record.json"
     text = record.read_text()
-    lie = text.replace('"id":"cuda0"', '"id":"evil0"').replace('"agent-1"', '"agent-2"')
+    lie = forged(text, ('"id": "cuda0"', '"id": "evil0"'), ('"agent-1"', '"agent-2"'))
     assert lie != text
     for _ in range(2):
         await node.kill()
@@ -267,7 +268,7 @@ async def test_records_that_lie_rename_and_move_nothing(node, folder) -> None:
 async def test_device_known_only_from_a_record_ends_with_it(node, folder) -> None:
     record = folder / "state" / "kernels" / "of-agent-1" / "record.json"
     await node.kill()
-    lie = record.read_text().replace(f"SIM-{node.node_id}-cuda-cuda0", "SIM-nobody")
+    lie = forged(record.read_text(), (f"SIM-{node.node_id}-cuda-cuda0", "SIM-nobody"))
     record.write_text(lie)
     await node.start()
     devices = {d["stable_id"]: d for d in await node.daemon.get("/v1/devices")}

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 from agentd.core.kernel.record import read_members, seal
@@ -47,11 +46,11 @@ def resealed(text: str, **members: object) -> str:
     return seal({**read_members(text), **members})
 
 
-def reseal(path: Path, **members: object) -> None:
-    """Change members of a record on the disk, with a right sum."""
-    text = resealed(path.read_text(), **members)
-    path.unlink()
-    path.write_text(text)
+def forged(text: str, *changes: tuple[str, str]) -> str:
+    """Return a record with texts of its JSON replaced and a right sum."""
+    for old, new in changes:
+        text = seal(json.loads(json.dumps(read_members(text)).replace(old, new)))
+    return text
 
 
 def of_schema_1(text: str, **members: object) -> str:

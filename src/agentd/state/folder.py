@@ -533,7 +533,7 @@ def _read(path: Path) -> bytes:
     """Return the content of a record.
 
     Raises:
-        UnusableFile: it is no regular file, too large, or cannot be read.
+        UnusableFile: it is not a regular file, too large, or cannot be read.
     """
     return read_regular(path, follows_links=False).content
 

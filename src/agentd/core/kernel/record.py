@@ -111,7 +111,7 @@ def decode_allocation(raw: object) -> Allocation:
     """Read the allocation of a record; inverse of `encode_allocation`.
 
     Raises:
-        RecordError: it is no list, a share is malformed, or a slot of a device is there twice.
+        RecordError: it is not a list, a share is malformed, or a slot of a device is there twice.
     """
     if not isinstance(raw, list):
         raise RecordError("invalid allocation: expected a list")
@@ -215,7 +215,7 @@ def read_members(text: str) -> dict[str, Any]:
     with malformed_as_record_error():
         raw: dict[str, Any] = json.loads(text)
         if not isinstance(raw, dict):
-            raise RecordError("it is no object of JSON")
+            raise RecordError("expected an object of JSON")
         msgspec.json.encode(raw)  # no half of a character, and no number that cannot be shown
         if "sum" in raw or raw.get("schema") in range(2, SCHEMA + 1):
             given_sum = raw.pop("sum", None)
