@@ -15,14 +15,18 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
-from agentd import errors, plugin_api
+from agentd import errors, events, plugin_api
 from agentd.cli.agentctl.main import agentctl
 from agentd.cli.agentd.main import agentd
 from agentd.config.schema import PACKAGED, schema_text
+from agentd.config.settings import Settings
+from agentd.core import labels, slots
+from agentd.core.claim.claim import MAX_CLAIMS, MAX_TTL_S
+from agentd.core.kernel.options import MAX_GROUP_ID
 from agentd.core.kernel.states import (
     LIVE,
     MOVES,
@@ -31,10 +35,17 @@ from agentd.core.kernel.states import (
     KernelState,
 )
 from agentd.error_codes import ERROR_CODES, Scope
+from agentd.http import bodies, gate, queries
 from agentd.http.bodies import Body
+from agentd.http.connections import connection, request_turns
+from agentd.http.streaming import streaming_responses, websocket
+from agentd.pluginhost import validation
 from agentd.program.exit_status import MEANINGS
-from agentd.rpc.requests import ExecRequest
+from agentd.rpc.requests import MAX_GROUPS, ExecRequest
 from agentd.rpc.routes import ROUTES
+from agentd.services import refusals
+from agentd.services.kernels import kernel_service, retention
+from agentd.tomlfile import regular_files, section
 from agentd_fleet.cli import agentd_fleet
 from agentd_fleet.placement.requests import Placement
 from agentd_slurm.cli import agentctl_slurm, agentd_slurm
@@ -49,6 +60,7 @@ COMMANDS = DOCS / "reference" / "commands.md"
 COMMANDS_HEAD = DOCS / "commands-head.md"
 RPC = DOCS / "reference" / "rpc.md"
 FLEET = DOCS / "reference" / "fleet.md"
+LIMITS_PAGE = DOCS / "reference" / "limits.md"
 ASYNC_CLIENT = DOCS.parent / "src" / "agentd" / "client" / "asynchronous.py"
 BLOCKING_CLIENT = ASYNC_CLIENT.with_name("blocking.py")
 BLOCKING_BASE = "agentd.client.transport_blocking import BlockingTransport"
@@ -592,6 +604,297 @@ def _objects(schema: dict[str, Any], place: str) -> Iterator[tuple[str, str]]:
         yield from _objects(choice, place)
 
 
+def binary_size(count: int) -> str:
+    """Return bytes in the largest binary unit in which they are whole."""
+    for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
+        if count % unit == 0:
+            return f"{count // unit} {name}"
+    return f"{count:,}"
+
+
+class Limit(NamedTuple):
+    """A limit: what is counted, how many there may be, and the answer to one more.
+
+    `shown` is the text of a maximum that depends on the node; `maximum` is then that of the test.
+    """
+
+    name: str
+    counted: str
+    maximum: int
+    answer: str
+    shown: str = ""
+
+
+INVALID = "InvalidRequest"
+REFUSING = {
+    "Bodies of requests": (
+        Limit("body", "bytes of a body", gate.MAX_BODY, "BodyTooLarge"),
+        Limit(
+            "parts", "objects, members and fractions of a body together", bodies.MAX_PARTS, INVALID
+        ),
+        Limit(
+            "words",
+            "words of a command, an entrypoint, or names in a list",
+            bodies.MAX_WORDS,
+            INVALID,
+        ),
+        Limit(
+            "command", "bytes of a command with its entrypoint", bodies.MAX_COMMAND_BYTES, INVALID
+        ),
+        Limit("variables", "variables, or labels", bodies.MAX_VARIABLES, INVALID),
+        Limit(
+            "items",
+            "slots, device names, mounts, ports, or tmpfs mounts",
+            bodies.MAX_ITEMS,
+            INVALID,
+        ),
+        Limit("groups", "groups", MAX_GROUPS, INVALID),
+        Limit("group-id", "number of a group", MAX_GROUP_ID, INVALID),
+        Limit("edits", "claims of `POST /v1/edits`", bodies.MAX_ITEMS, INVALID),
+        Limit("text", "characters of a word, or of a variable's value", bodies.MAX_TEXT, INVALID),
+        Limit(
+            "path",
+            "characters of a path, of an image, or of the first word of a command",
+            bodies.MAX_PATH,
+            INVALID,
+        ),
+        Limit(
+            "name",
+            "characters of a name: of a variable, a label, a slot, a user, a holder",
+            bodies.MAX_NAME,
+            INVALID,
+        ),
+        Limit("id", "characters of the id of a kernel or claim", bodies.MAX_ID, INVALID),
+        Limit("amount", "characters of an amount", slots.MAX_TEXT, "InvalidSlotAmount"),
+        Limit("ttl", "seconds of a `ttl`", MAX_TTL_S, INVALID),
+        Limit("timeout", "seconds of the timeout of a stop", int(queries.MAX_TIMEOUT_S), INVALID),
+        Limit("page", "entries that a list is asked for", queries.MAX_PAGE, INVALID),
+    ),
+    "Labels": (
+        Limit(
+            "labels", "bytes of the labels of a kernel or claim", labels.MAX_LABELS_BYTES, INVALID
+        ),
+        Limit(
+            "labels-agent",
+            "bytes of the labels of an agent's kernels and claims, for a claim",
+            labels.MAX_AGENT_BYTES,
+            "TooManyClaims",
+            "4 MiB, and 16 MiB divided by the number of agents",
+        ),
+        Limit(
+            "labels-agent-kernel",
+            "bytes of the same, for a kernel",
+            labels.MAX_AGENT_BYTES,
+            "InsufficientResource",
+            "4 MiB, and 16 MiB divided by the number of agents",
+        ),
+        Limit(
+            "labels-node",
+            "bytes of the labels of all kernels and claims of the node, for a claim",
+            labels.MAX_NODE_BYTES,
+            "TooManyClaims",
+        ),
+        Limit(
+            "labels-node-kernel",
+            "bytes of the same, for a kernel",
+            labels.MAX_NODE_BYTES,
+            "InsufficientResource",
+        ),
+    ),
+    "Claims": (
+        Limit("claims", "claims of the node", MAX_CLAIMS, "TooManyClaims"),
+        Limit(
+            "claims-agent",
+            "claims of an agent",
+            MAX_CLAIMS // 2,
+            "TooManyClaims",
+            f"{MAX_CLAIMS:,} divided by the number of agents",
+        ),
+        Limit(
+            "pids",
+            "claims of an agent that end with a process",
+            1024 // 2 // 2,
+            "TooManyClaims",
+            "half of agentd's file descriptors, divided by the number of agents",
+        ),
+    ),
+    "Streams": (
+        Limit(
+            "streams",
+            "open streams of one caller: logs, events, execs",
+            streaming_responses.MAX_STREAMS,
+            "TooManyStreams",
+        ),
+    ),
+    "Plugins": (
+        Limit("devices", "devices of a plugin", validation.MAX_DEVICES, "InvalidAnswer"),
+        Limit("slot-types", "slot types of a plugin", validation.MAX_SLOT_TYPES, "InvalidAnswer"),
+        Limit(
+            "secondary", "secondary slots of a device", validation.MAX_SECONDARY, "InvalidAnswer"
+        ),
+        Limit("conditions", "conditions of a plugin", validation.MAX_CONDITIONS, "InvalidAnswer"),
+    ),
+    "Configuration": (
+        Limit("config", "bytes of `agent.toml`", regular_files.MAX_BYTES, "ConfigRefused"),
+        Limit(
+            "agent-id", "characters of the id of an agent", section.MAX_AGENT_ID, "ConfigRefused"
+        ),
+        Limit(
+            "socket", "bytes of the path of a unix socket", section.MAX_SOCKET_PATH, "ConfigRefused"
+        ),
+    ),
+}
+"""The limits beyond which a request is refused; `tests/test_limits.py` reaches each."""
+OTHER_LIMITS = (
+    (
+        "requests",
+        "requests of one caller at the same time",
+        f"{request_turns.MAX_AT_ONCE}",
+        "the next ones wait",
+    ),
+    (
+        "tcp",
+        "connections over TCP",
+        "`rpc.max-connections`, and half of the file descriptors",
+        "the next one is closed",
+    ),
+    (
+        "sockets",
+        "connections of a further socket",
+        "an eighth of the file descriptors, divided by the number of these sockets",
+        "the next one is closed",
+    ),
+    (
+        "header",
+        "time for a TLS handshake, and for a header",
+        f"{connection.HEADER_TIMEOUT_S:g} s each",
+        "the connection is closed",
+    ),
+    ("body", "time for a body", f"{queries.BODY_TIMEOUT_S:g} s", "408 `RequestTimeout`"),
+    (
+        "reading",
+        "time without reading a response",
+        f"{connection.READ_TIMEOUT_S:g} s",
+        "the connection is closed",
+    ),
+    (
+        "frame",
+        "bytes of a frame of an exec",
+        binary_size(websocket.MAX_FRAME),
+        "the WebSocket is closed with 1009",
+    ),
+    (
+        "control",
+        "control frames of an exec in a second",
+        f"{websocket.MAX_CONTROL}",
+        "the WebSocket is closed with 1008",
+    ),
+    (
+        "resume",
+        "events that a client can resume from",
+        f"the last {events.MAX_EVENTS:,}",
+        "event `reset`",
+    ),
+    ("behind", "events that a client is behind", f"{events.MAX_EVENTS:,}", "the stream is closed"),
+    ("entries", "entries of a page of a list", f"{queries.MAX_PAGE:,}", "the next page has them"),
+    (
+        "bytes",
+        "bytes of a page of a list",
+        binary_size(queries.MAX_PAGE_BYTES),
+        "the next page has the next entries",
+    ),
+    (
+        "refusals",
+        "listed refusals",
+        f"{refusals.MAX_KEPT:,} of the last hour",
+        "the oldest is dropped",
+    ),
+    (
+        "ended",
+        "ended kernels that are kept",
+        f"{Settings().node.keep_ended:,} (`node.keep-ended`)",
+        "the oldest is deleted",
+    ),
+    (
+        "records",
+        "bytes of the records of ended kernels",
+        binary_size(retention.MAX_ENDED_BYTES),
+        "the oldest is deleted",
+    ),
+    (
+        "command",
+        "bytes of the command, mounts, or names of variables that a kernel shows",
+        binary_size(kernel_service.MAX_SAVED_BYTES),
+        "it shows none",
+    ),
+    (
+        "problems",
+        "entries of `errors` of a refusal",
+        f"{errors.MAX_PROBLEMS}, each with {errors.MAX_WHERE} characters of `where` and {errors.MAX_WHY:,} of `why`",
+        "the others are left out",
+    ),
+    (
+        "processes",
+        "processes of a kernel",
+        f"{Settings().runtime.docker.pids_limit:,} (`pids-limit`)",
+        "fork(2) fails",
+    ),
+    (
+        "log",
+        "log of a process or docker kernel",
+        "`log-max-files` files of `log-max-size`",
+        "the oldest file is deleted",
+    ),
+)
+"""The limits beyond which nothing is refused; `tests/test_limits.py` names a test of each."""
+
+
+def limits_page() -> str:
+    """Return the page of limits, from the constants of the code."""
+    lines = [
+        "# Limits",
+        "",
+        "Generated from the constants of the code by `docs/generate.py`. How much a node can carry stands",
+        "in [plan capacity](../operations/capacity.md).",
+        "",
+        "## Limits that refuse",
+        "",
+        "A request may reach each of these, and one more is refused. `tests/test_limits.py` does both for",
+        "each row: bodies as they are read, claims and labels among stand-ins for the others of the node,",
+        "and bodies, lists and streams of a daemon.",
+        "",
+        "Limits of bytes count UTF-8. The numbers of a member are in the",
+        "[OpenAPI document](rpc.md#calls), too.",
+    ]
+    for heading, rows in REFUSING.items():
+        lines += ["", f"### {heading}", "", "| limit | at most | one more |", "|---|---|---|"]
+        for row in rows:
+            answer = {"Plugins": "the plugin is `failed`"}.get(heading, f"`{row.answer}`")
+            if row.answer in ERROR_CODES and heading != "Configuration":
+                answer = f"{ERROR_CODES[row.answer].status} `{row.answer}`"
+            most = row.shown or f"{row.maximum:,}"
+            if row.counted.startswith("bytes") and not row.shown:
+                most = binary_size(row.maximum)
+            lines.append(f"| {row.counted} | {most} | {answer} |")
+    lines += [
+        "",
+        "A claim that ends with a process takes one of agentd's file descriptors (`LimitNOFILE=` of its",
+        "unit). If the number of agents changes, or the descriptors are fewer, claims above a limit stay,",
+        "and new ones are refused. Labels of ended kernels do not count.",
+        "",
+        "## Limits that refuse nothing",
+        "",
+        "| limit | at most | beyond it |",
+        "|---|---|---|",
+        *(f"| {' | '.join(row)} |" for _, *row in OTHER_LIMITS),
+        "",
+        "A caller is a token, or a user on a unix socket, with all its connections. A request that waits",
+        "for a runtime, a plugin or a stream does not count as one at the same time, and `/livez` and",
+        "`/readyz` never wait.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def blocking_client() -> str:
     """Return the module of the blocking client: that of the asyncio client without `async`."""
     text = ASYNC_CLIENT.read_text()
@@ -615,6 +918,7 @@ PAGES = {
     PACKAGED: lambda: schema_text({}),
     RPC: lambda: page_with_members(RPC),
     FLEET: lambda: page_with_members(FLEET),
+    LIMITS_PAGE: limits_page,
 }
 """The generated pages, and the functions that return their text."""
 

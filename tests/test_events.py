@@ -14,3 +14,16 @@ async def test_listener_that_lags_behind_is_dropped() -> None:
             events.publish(EventKind.FREE, None)
         with pytest.raises(TooSlow):
             await next_event
+
+
+async def test_log_keeps_the_last_events_of_all() -> None:
+    events = EventLog()
+    events.publish(EventKind.FREE, "one team's")
+    first = events.event_id(events._past[0])
+    for number in range(MAX_EVENTS):
+        events.publish(EventKind.FREE, number)
+    for last_id, kind in ((first, EventKind.FREE), (first.replace("-1", "-0"), EventKind.RESET)):
+        with events.subscribe(last_id) as listener:
+            event = await anext(listener.follow(1))
+            assert event is not None
+            assert event.kind is kind

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -103,6 +104,21 @@ def test_strict_read_is_found(line: str) -> None:
 )
 def test_tolerant_read_is_not_found(line: str) -> None:
     assert not [*strict_reads(f"def f():\n    return {line}")]
+
+
+def test_reader_of_proc_needs_the_standard_library_alone() -> None:
+    tree = ast.parse((ROOT / "src/agentd/procfs.py").read_text())
+    modules = {
+        name.split(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in (
+            [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else [alias.name for alias in node.names]
+        )
+    }
+    assert modules <= sys.stdlib_module_names
 
 
 def test_names_of_users_are_never_decoded_strictly() -> None:

@@ -292,7 +292,7 @@ class ClaimConflict(RequestError):
 
 
 class TooManyClaims(RequestError):
-    """The node has reached the maximum of claims, or the claim's labels exceed a bound."""
+    """The node or the agent has its maximum of claims, or the claim's labels exceed a bound."""
 
     code = "TooManyClaims"
 

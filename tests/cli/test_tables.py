@@ -114,11 +114,12 @@ def test_member_of_a_kernel_is_no_python_text(member: str, value: object, text: 
 
 
 OBEYED = "\x1b]0;title\x07\x1b[31m\x9b2J\r\u202e\udc9b"
+CELL = f"{OBEYED}\n\t"
 
 
 def test_nothing_that_a_terminal_obeys_is_printed() -> None:
-    kernel = {"command": ["sh", "-c", OBEYED], "labels": {"a": OBEYED}, OBEYED: OBEYED}
-    cells = [format_cell(OBEYED), format_cell([OBEYED]), format_cell(kernel)]
+    kernel = {"command": ["sh", "-c", CELL], "labels": {"a": CELL}, OBEYED: CELL}
+    cells = [format_cell(CELL), format_cell([CELL]), format_cell(kernel)]
     cells += [format_member(member, value) for member, value in kernel.items()]
     for text in (*cells, printable(OBEYED)):
         assert text.isprintable(), text

@@ -25,3 +25,12 @@ def test_labels_fit_exactly_into_both_sums(
     excess = find_label_excess({"a": "bc"}, "x", agent_bytes=agent_bytes, node_bytes=node_bytes)
     assert (excess.free if excess else None) == free
     assert find_label_excess({}, "x", agent_bytes=agent_bytes, node_bytes=node_bytes) is None
+
+
+def test_agents_share_the_bytes_of_labels_equally() -> None:
+    for agents, maximum in ((1, MAX_AGENT_BYTES), (4, MAX_AGENT_BYTES), (8, MAX_NODE_BYTES // 8)):
+        sums = {"agent_bytes": maximum - 2, "node_bytes": 0, "agents": agents}
+        assert find_label_excess({"a": "b"}, "x", **sums) is None
+        excess = find_label_excess({"a": "bc"}, "x", **sums)
+        assert excess is not None
+        assert f"agent x together have at most {maximum} bytes" in excess.bound

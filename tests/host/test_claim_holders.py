@@ -250,3 +250,9 @@ async def test_empty_or_foreign_cgroup_is_refused(group: Path) -> None:
     holders.watch(CgroupHolder(f"/{group.name}", 1), ended.set)
     async with asyncio.timeout(10):
         await ended.wait()
+
+
+def test_process_name_does_not_show_another_pid_namespace(tmp_path: Path) -> None:
+    (tmp_path / "500").mkdir()
+    (tmp_path / "500/status").write_bytes(b"Name:\tx\rNSpid:\t1\nNSpid:\t500\t1\n")
+    assert not HolderObserver(tmp_path)._is_in_namespace(500)

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import select
 import socket
 from collections import Counter
@@ -308,3 +309,29 @@ async def test_clients_beyond_the_limit_take_few_descriptors(tmp_path: Path) -> 
                 most = max(most, descriptors())
         await server.stop(Deadline.after(10))
     assert most - before < len(clients) / 4
+
+
+async def test_full_socket_leaves_connections_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
+    sockets = [
+        UnixSocket(tmp_path / name, None, Caller(name, Role.ADMIN)) for name in ("op", "a", "b")
+    ]
+    server = words_at(Endpoint((*sockets,)))
+    await server.start()
+    request = b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n"
+
+    async def answered(name: str) -> bool:
+        reader, writer = await asyncio.open_unix_connection(str(tmp_path / name))
+        stack.callback(writer.close)
+        with suppress(ConnectionError):
+            writer.write(request)
+            return bool(await reader.readline())
+        return False
+
+    with ExitStack() as stack:
+        async with asyncio.timeout(20):
+            assert [await answered("a") for _ in range(6)] == [True] * 4 + [False] * 2
+            assert [await answered(name) for name in ("b", "op")] == [True, True]
+    await server.stop(Deadline.after(10))

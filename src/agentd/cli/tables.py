@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from agentd.core.printable import printable
+from agentd.core.printable import printable_line
 
 _BYTE_SLOTS = {"mem"}
 _UNITS = ("", "K", "M", "G", "T", "P", "E")
@@ -119,7 +119,7 @@ def format_age(time: str | None) -> str | None:
 
 def format_cell(value: object) -> str:
     """Return a value as a cell: "-" for an empty one, lists with commas."""
-    return printable(_cell_text(value))
+    return printable_line(_cell_text(value))
 
 
 def _cell_text(value: object) -> str:
@@ -137,10 +137,10 @@ def _cell_text(value: object) -> str:
 def format_member(member: str, value: object) -> str:
     """Return a member of a kernel: its command quoted for a shell, nested values as JSON."""
     if member == "command" and isinstance(value, list):
-        return printable(shlex.join(value)) or "-"
+        return printable_line(shlex.join(value)) or "-"
     nested = value.values() if isinstance(value, Mapping) else value
     if isinstance(nested, Iterable) and any(isinstance(part, (Mapping, list)) for part in nested):
-        return printable(json.dumps(value, ensure_ascii=False))
+        return printable_line(json.dumps(value, ensure_ascii=False))
     return format_cell(value)
 
 

@@ -33,12 +33,20 @@ def labels_size(labels: Mapping[str, str]) -> int:
 
 
 def find_label_excess(
-    labels: Mapping[str, str], agent_id: str, *, agent_bytes: int, node_bytes: int
+    labels: Mapping[str, str],
+    agent_id: str,
+    *,
+    agent_bytes: int,
+    node_bytes: int,
+    agents: int = 1,
 ) -> LabelExcess | None:
-    """Return how labels exceed a sum that already has `agent_bytes` or `node_bytes`, if they do."""
+    """Return how labels exceed a sum that already has `agent_bytes` or `node_bytes`, if they do.
+
+    Each of the node's `agents` has an equal part of its bytes at most.
+    """
     size = labels_size(labels)
     for used, maximum, owner in (
-        (agent_bytes, MAX_AGENT_BYTES, f"agent {agent_id}"),
+        (agent_bytes, min(MAX_AGENT_BYTES, MAX_NODE_BYTES // agents), f"agent {agent_id}"),
         (node_bytes, MAX_NODE_BYTES, "this node"),
     ):
         free = max(0, maximum - used)

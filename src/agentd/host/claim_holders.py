@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import select
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, suppress
@@ -29,6 +30,11 @@ Linux defers a notification that follows the last one within 10 ms, and drops it
 removed meanwhile (`CGROUP_FILE_NOTIFY_MIN_INTV` in kernel/cgroup/cgroup.c).
 """
 _EDGE_EVENTS = select.EPOLLPRI | select.EPOLLET
+
+
+def max_process_holders() -> int:
+    """Return the maximum of processes that claims end with: half of the file descriptors."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
 
 
 class NoSuchHolder(Exception):
@@ -69,10 +75,10 @@ class HolderObserver:
         See NSpid in proc_pid_status(5).
         """
         try:
-            lines = (self._proc / str(pid) / "status").read_bytes().splitlines()
+            lines = read_lines(self._proc / str(pid) / "status")
         except NO_PROCESS_ERRORS:
             return False
-        return any(len(line.split()) == 2 for line in lines if line.startswith(b"NSpid:"))  # noqa: PLR2004 - the member and one id
+        return any(len(line.split()) == 2 for line in lines if line.startswith("NSpid:"))  # noqa: PLR2004 - the member and one id
 
     def find_cgroup(
         self, path: str, kernel_pids: Collection[int], containers: Collection[str]

@@ -38,8 +38,8 @@ MAX_COMMAND_BYTES = 128 << 10
 """Maximum bytes of all words of a command, with those of its entrypoint."""
 
 
-MAX_NAME, MAX_PATH = 256, 4095
-"""Maximum characters of a name and of a path (PATH_MAX of Linux without its NUL)."""
+MAX_ID, MAX_NAME, MAX_PATH, MAX_TEXT = 63, 256, 4095, 32768
+"""Maximum characters of an id, a name, a path (PATH_MAX of Linux without its NUL), and a text."""
 
 
 _SHOWN = 80
@@ -54,6 +54,8 @@ _NO_NUL, _PATH, _NO_EQUALS, _TMPFS, _PLATFORM = (
     r"^[a-z0-9_]+/[a-z0-9_]+(/[a-z0-9_]+)?$",
 )
 ID = f"^{KERNEL_ID}$"
+LINE = r"^[^\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]+$"
+"""The pattern of text without control characters, as in `core.printable`."""
 ATTEMPT = "^[0-9a-fA-F]{16}$"
 LABEL = r"^[^=]+=[\s\S]*$"
 AFTER = rf"^([0-9]{{1,18}}~)?{KERNEL_ID}$"
@@ -63,6 +65,7 @@ AFTER = rf"^([0-9]{{1,18}}~)?{KERNEL_ID}$"
 _WORDS = {
     _NO_NUL: "expected text without NUL",
     _PATH: "expected a path that begins with /",
+    LINE: "expected one line of printable characters",
     _NO_EQUALS: "expected the name of a variable, without =",
     _TMPFS: "expected a path that begins with /, without commas",
     _PLATFORM: "expected OS/ARCHITECTURE, such as linux/amd64",
@@ -93,7 +96,7 @@ _SHAPES = frozenset({*_EXPECTED, "extra_forbidden"})
 """Error types of a body's shape (members and JSON types), as opposed to values."""
 
 
-Text = Annotated[str, Field(max_length=32768, pattern=_NO_NUL)]
+Text = Annotated[str, Field(max_length=MAX_TEXT, pattern=_NO_NUL)]
 
 
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME, pattern=_NO_NUL)]

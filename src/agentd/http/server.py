@@ -46,7 +46,7 @@ ACCEPTED_AT_ONCE = 8
 ACCEPT_ROUNDS = 3
 """Rounds of the event loop after which an accepted socket is a connection."""
 TCP_FRACTION, FURTHER_FRACTION = 0.5, 0.125
-"""Maximum fraction of file descriptors for TCP, and for further sockets."""
+"""Maximum fraction of file descriptors for TCP, and for further sockets: an equal part each."""
 SHUTDOWN_TIMEOUT_S, CANCEL_TIMEOUT_S = 3.0, 0.5
 """Seconds that a stop waits for open requests, and then for their cancellation."""
 FIRST_REQUEST_S = 1.0
@@ -158,14 +158,15 @@ class Server:
         }
         if unexpected := sorted(passed.keys() - expected):
             raise StartRefused(f"systemd passed unexpected sockets: {', '.join(unexpected)}")
-        further = ConnectionLimit(self._endpoint.max_connections, FURTHER_FRACTION)
-        for unix, limits in ((main, None), *((other, further) for other in others)):
+        fraction = FURTHER_FRACTION / max(1, len(others))
+        for unix in self._endpoint.sockets:
+            limits = ConnectionLimit(self._endpoint.max_connections, fraction)
             if (sock := passed.get(str(unix.path))) is None:
                 sock = bind_unix_socket(unix.path, unix.group)
                 self._bound[unix.path] = socket_identity(unix.path)
                 self.ungrouped += [unix] if unix.group is not None else []
                 self.assign_groups(find_group)
-            await self._listen(sock, limits)
+            await self._listen(sock, None if unix is main else limits)
         if (host := self._endpoint.host) is not None:
             sock = passed.get(self._endpoint.tcp_address or "") or self._tcp_socket(host)
             limits = ConnectionLimit(self._endpoint.max_connections, TCP_FRACTION)

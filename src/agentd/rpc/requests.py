@@ -46,6 +46,8 @@ from agentd.http.bodies import (
     _TMPFS,
     ATTEMPT,
     ID,
+    LINE,
+    MAX_ID,
     MAX_ITEMS,
     MAX_NAME,
     MAX_PATH,
@@ -106,7 +108,7 @@ Amounts = Annotated[
 """Amounts by slot."""
 Ttl = Annotated[int, Field(ge=MIN_TTL_S, le=MAX_TTL_S)]
 """Whole seconds."""
-Id = Annotated[str, Field(max_length=63, pattern=ID)]
+Id = Annotated[str, Field(max_length=MAX_ID, pattern=ID)]
 DeviceNames = Annotated[dict[Name, Names], Field(max_length=MAX_ITEMS)]
 """Ids, UUIDs or addresses of devices by device name."""
 _SLOTS = "Amounts of slots, such as cuda.device=1."
@@ -174,8 +176,10 @@ class CreateKernelRequest(Body):
     slots: Amounts = Field({}, description=_SLOTS)
     devices: DeviceNames = Field({}, description=_DEVICES)
     claim: Id | None = Field(None, description="Take the devices from this claim.")
-    keep_claim: bool = Field(
-        False, description="Whether the claim outlives the kernel; only with `claim`."
+    keep_claim: bool | None = Field(
+        None,
+        description="Whether the claim outlives the kernel; only with `claim`."
+        " Default: whether the claim has an owner.",
     )
     overcommit: bool = Field(
         False,
@@ -315,7 +319,7 @@ class HolderRequest(Body):
         None, description="Cgroup (version 2) with whose last process the claim ends."
     )
     ttl: Ttl | None = Field(None, description="Seconds after which it ends, unless renewed.")
-    name: Name | None = Field(
+    name: Annotated[str, Field(max_length=MAX_NAME, pattern=LINE)] | None = Field(
         None, description="Name of a claim that only a `DELETE` or a reboot ends."
     )
     survives_reboot: bool = Field(

@@ -30,6 +30,7 @@ from agentd.core.hardware_names import normal_name
 from agentd.core.kernel.options import unsupported_members
 from agentd.core.kernel.plan import KernelPlan, PlanContext, agent_resource_cap, build_plan
 from agentd.core.kernel.states import Kernel, KernelSpec, lifecycle_step
+from agentd.core.labels import LabelExcess
 from agentd.core.partition.split import Partition
 from agentd.core.slots import (
     CPU,
@@ -75,16 +76,18 @@ class Decision(msgspec.Struct, frozen=True):
     slots: Mapping[str, str]
     allocation: Allocation
     ports: tuple[Port, ...] = ()
+    keeps_claim: bool = False
 
 
 class ClaimedDevices(NamedTuple):
     """The claim of a request: its device names, and the devices that no other kernel holds.
 
-    Slots of these device names come from the claim alone.
+    Slots of these device names come from the claim alone. With `is_kept` it outlives the kernel.
     """
 
     names: frozenset[str] = frozenset()
     unused: Allocation = Allocation()
+    is_kept: bool = False
 
     def selectable_devices(
         self, named_devices: Mapping[str, frozenset[DeviceId]]
@@ -168,7 +171,7 @@ class Planner:
             TooManyClaims: its labels exceed a sum of the node.
             InsufficientResource: it cannot be granted.
         """
-        if (excess := state.label_excess(spec)) is not None:
+        if (excess := self._label_excess(spec, state)) is not None:
             used = f"{excess.size} bytes of labels, {excess.free} free"
             raise TooManyClaims(f"{used}; {excess.bound}")
         inventory, partition = self._devices.inventory, self._devices.partition(spec.agent_id)
@@ -182,13 +185,16 @@ class Planner:
             allocation = allocate_observed(inventory, *wanted)
         return Decision(allocation.wire_totals(), allocation)
 
+    def _label_excess(self, spec: KernelSpec | ClaimSpec, state: NodeState) -> LabelExcess | None:
+        return state.label_excess(spec, len(self._devices.split.partitions))
+
     def decide(self, spec: KernelSpec, request: ParsedRequest, state: NodeState) -> Decision:
         """Choose devices and ports for a request; changes nothing.
 
         Raises:
             RequestError: the request cannot be granted.
         """
-        if (excess := state.label_excess(spec)) is not None:
+        if (excess := self._label_excess(spec, state)) is not None:
             amounts = f"{excess.size}", f"{excess.free}"
             raise InsufficientResource("labels", *amounts, (), limit=excess.bound)
         inventory, policy = self._devices.inventory, self._policy(spec)
@@ -211,7 +217,7 @@ class Planner:
         from_free = allocate(state.ledger, inventory, partition, free_slots, policy, named_devices)
         allocation = Allocation((*from_claim.shares, *from_free.shares))
         ports = self._assign_host_ports(spec, state)
-        return Decision(allocation.wire_totals(), allocation, ports)
+        return Decision(allocation.wire_totals(), allocation, ports, request.claimed.is_kept)
 
     def _policy(self, spec: KernelSpec | ClaimSpec) -> AllocationPolicy:
         policy = self._rules.policy
@@ -403,13 +409,14 @@ def _find_claimed_devices(spec: KernelSpec, state: NodeState) -> ClaimedDevices:
         reason = f"claim {claim.claim_id} is of agent {claim.agent_id}"
         raise InvalidRequest([Problem("claim", reason)])
     users = state.claim_kernels(claim.claim_id)
-    if users and not (spec.keeps_claim and all(kernel.keeps_claim for kernel in users.values())):
+    is_kept = claim.owner_uid is not None if spec.keeps_claim is None else spec.keeps_claim
+    if users and not (is_kept and all(kernel.keeps_claim for kernel in users.values())):
         kernel_ids = ", ".join(users)
         raise ClaimConflict(f"claim {claim.claim_id} is used by kernel {kernel_ids}")
     unused = subtract_allocations(
         claim.allocation, (kernel.allocation for kernel in users.values())
     )
-    return ClaimedDevices(claimed_names(claim.allocation), unused)
+    return ClaimedDevices(claimed_names(claim.allocation), unused, is_kept)
 
 
 def _requested_device_names(spec: KernelSpec) -> frozenset[str]:

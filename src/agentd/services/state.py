@@ -184,7 +184,7 @@ class NodeState:
         unused = subtract_allocations(claim.allocation, (kernel.allocation for kernel in users))
         return ledger.with_holding(ClaimRef(claim.claim_id), claim.agent_id, unused)
 
-    def label_excess(self, spec: KernelSpec | ClaimSpec) -> LabelExcess | None:
+    def label_excess(self, spec: KernelSpec | ClaimSpec, agents: int = 1) -> LabelExcess | None:
         """Return how the labels of a request exceed a sum of the node, None if they fit.
 
         Those of ended kernels do not count.
@@ -200,6 +200,7 @@ class NodeState:
             spec.agent_id,
             agent_bytes=bytes_by_agent[spec.agent_id],
             node_bytes=bytes_by_agent.total(),
+            agents=agents,
         )
 
     @property

@@ -1,7 +1,7 @@
 """Processes on devices that no kernel or claim holds, as the driver of the device lists them.
 
-A process counts once it has been there for `MIN_USE_S`, since a holder may end a moment before its
-processes do.
+They count once a device has been used for `MIN_USE_S` without a pause, by any processes, since a
+holder may end a moment before its processes do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from agentd.services.protocols import Plugins
 log = structlog.get_logger()
 
 MIN_USE_S = 10.0
-"""Seconds that a process uses a device before it counts."""
+"""Seconds that processes use a device before they count."""
+MAX_SHOWN = 8
+"""Maximum process ids in a condition and in a line of the log."""
 POLL_PAUSE_S = 1.0
 """Seconds between two scans."""
 
@@ -40,7 +42,7 @@ class UnclaimedProcesses:
         self._plugins = plugins
         self._clock = clock
         self._withholds = withholds
-        self._first_seen: dict[tuple[DeviceId, int], float] = {}
+        self._first_seen: dict[DeviceId, float] = {}
         self._pids_by_device: dict[DeviceId, tuple[int, ...]] = {}
 
     @property
@@ -70,21 +72,24 @@ class UnclaimedProcesses:
     def scan(self) -> None:
         """Compare the processes that drivers list with the ledger."""
         now = self._clock()
-        self._first_seen = {key: self._first_seen.get(key, now) for key in self._unclaimed_uses()}
-        pids_by_device: dict[DeviceId, tuple[int, ...]] = {}
-        for (device_id, pid), since in sorted(self._first_seen.items()):
-            if now - since >= MIN_USE_S:
-                pids_by_device[device_id] = (*pids_by_device.get(device_id, ()), pid)
+        uses = dict(sorted(self._unclaimed_uses()))
+        self._first_seen = {device_id: self._first_seen.get(device_id, now) for device_id in uses}
+        pids_by_device = {
+            device_id: pids
+            for device_id, pids in uses.items()
+            if now - self._first_seen[device_id] >= MIN_USE_S
+        }
         if pids_by_device == self._pids_by_device:
             return
         for device_id in pids_by_device.keys() - self._pids_by_device.keys():
-            pids = list(pids_by_device[device_id])
-            log.warning("device.used_unclaimed", device=str(device_id), pids=pids)
+            pids = pids_by_device[device_id]
+            shown, count = list(pids[:MAX_SHOWN]), len(pids)
+            log.warning("device.used_unclaimed", device=str(device_id), pids=shown, count=count)
         self._pids_by_device = pids_by_device
         self._devices.update_withholding()
 
-    def _unclaimed_uses(self) -> Iterator[tuple[DeviceId, int]]:
-        """Yield each device without a holder with each process that uses it."""
+    def _unclaimed_uses(self) -> Iterator[tuple[DeviceId, tuple[int, ...]]]:
+        """Yield each device without a holder that processes use, with their ids."""
         by_stable_id, held_devices = (
             self._devices.inventory.by_stable_id,
             self._state.ledger.shares_by_device,
@@ -94,10 +99,12 @@ class UnclaimedProcesses:
                 device = by_stable_id.get(item.stable_id)
                 if device is None or device.is_excluded:
                     continue
-                if device.device_id not in held_devices:
-                    yield from ((device.device_id, use.pid) for use in item.processes or ())
+                if item.processes and device.device_id not in held_devices:
+                    yield device.device_id, tuple(sorted({use.pid for use in item.processes}))
 
 
 def _reason(pids: Sequence[int]) -> str:
     word = "process" if len(pids) == 1 else "processes"
-    return f"used by {word} {', '.join(map(str, pids))} without a claim"
+    shown = ", ".join(map(str, pids[:MAX_SHOWN]))
+    further = f" and {len(pids) - MAX_SHOWN} more" if len(pids) > MAX_SHOWN else ""
+    return f"used by {word} {shown}{further} without a claim"

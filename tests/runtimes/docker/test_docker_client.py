@@ -8,6 +8,7 @@ import pytest
 from aiohttp import web
 
 from agentd.errors import RuntimeUnavailable
+from agentd.runtimes.docker import docker_streams
 from agentd.runtimes.docker.docker_client import DockerClient
 from agentd.runtimes.docker.docker_errors import DockerError, DockerResponseLost, DockerUnreachable
 from agentd.runtimes.docker.docker_streams import watch_container_events
@@ -139,6 +140,33 @@ async def test_refused_connection_counts_as_never_asked(folder: Path) -> None:
     with pytest.raises(DockerUnreachable, match=r"none\.sock: No such file"):
         await client.call("POST", "/containers/create")
     await client.close()
+
+
+async def test_doubled_answer_of_events_is_a_lost_answer(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(docker_streams, "SILENCE_S", 0.05)
+    answer = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\n{}\n\r\n"
+    connected = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while b"/events" not in await reader.readuntil(b"\r\n\r\n"):
+            writer.write(VERSION)
+        writer.write(answer)
+        await connected.wait()
+        writer.write(answer)
+        await writer.drain()
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_unix_server(serve, folder / "engine.sock"):
+        client = DockerClient(folder / "engine.sock")
+        events = watch_container_events(client, "node-1")
+        assert await anext(events) == docker_streams.CONNECTED
+        connected.set()
+        with pytest.raises(RuntimeUnavailable):
+            await anext(events)
+        await client.close()
 
 
 async def test_leaving_a_stream_hangs_up(engine: FakeEngine, client: DockerClient) -> None:

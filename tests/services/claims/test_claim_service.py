@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+import resource
 from collections.abc import AsyncIterator
 from contextlib import suppress
 
@@ -153,12 +154,48 @@ async def test_other_requests_of_one_id_conflict(rig: Rig) -> None:
         await rig.claims.create(spec("c2", gpus=3))
 
 
-async def test_there_are_only_so_many_claims(rig: Rig) -> None:
+async def test_agents_share_the_claims_of_a_node_equally(rig: Rig) -> None:
     made = (await rig.claims.create(spec()))[0].claim
-    for number in range(MAX_CLAIMS - 1):
-        rig.state._claims[f"x{number}"] = made
-    with pytest.raises(TooManyClaims):
+    for number in range(MAX_CLAIMS // 2 - 1):
+        rig.state._claims[f"more{number}"] = replace(made, claim_id=f"more{number}")
+    reason = f"agent a has {MAX_CLAIMS // 2} claims, the maximum is {MAX_CLAIMS // 2}"
+    with pytest.raises(TooManyClaims, match=reason):
         await rig.claims.create(spec("c2"))
+    assert (await rig.claims.create(spec("c2", agent="b")))[1]
+
+
+async def test_node_has_only_so_many_claims(rig: Rig) -> None:
+    made = (await rig.claims.create(spec()))[0].claim
+    for number in range(MAX_CLAIMS - 1):  # of agents that it had before
+        old = replace(made, claim_id=f"more{number}", agent_id="old")
+        rig.state._claims[old.claim_id] = old
+    with pytest.raises(TooManyClaims, match=f"this node has {MAX_CLAIMS} claims"):
+        await rig.claims.create(spec("c2", agent="b"))
+
+
+async def test_pid_holders_leave_half_of_the_descriptors(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
+    made = (await rig.claims.create(spec(holder=PROCESS)))[0].claim
+    for number in range(255):
+        rig.state._claims[f"more{number}"] = replace(made, claim_id=f"more{number}")
+    reason = "agent a has 256 claims held by a pid, the maximum is 256"
+    with pytest.raises(TooManyClaims, match=reason):
+        await rig.claims.create(spec("c2", holder=PROCESS))
+    assert (await rig.claims.create(spec("c2", gpus=0)))[1]
+
+
+@pytest.mark.parametrize(("owner", "asked", "lives"), [
+    (None, None, False), (1000, None, True), (1000, False, False), (None, True, True),
+])  # fmt: skip
+async def test_claim_with_an_owner_is_kept_by_default(
+    rig: Rig, owner: int | None, asked: bool | None, lives: bool
+) -> None:
+    await rig.claims.create(spec(owner_uid=owner))
+    await rig.service.create(replace(kernel(), keeps_claim=asked))
+    assert ("c1" in rig.state.claims) is lives
+    assert rig.state.kernel("k1").keeps_claim is lives
 
 
 async def test_a_record_that_stays_keeps_the_devices(rig: Rig) -> None:

@@ -107,6 +107,27 @@ async def test_retention_bounds_the_bytes_of_ended_kernels(monkeypatch: Any) -> 
     assert list(state.kernels) == ["k0", "k3"]
 
 
+@pytest.mark.parametrize("bound", ["number", "bytes"])
+async def test_agent_loses_no_ended_kernels_to_another(bound: str, monkeypatch: Any) -> None:
+    state = NodeState(["any"], EventLog())
+
+    async def remove(kernel_id: str, *, expected: Kernel) -> None:
+        state.drop_kernel(expected.kernel_id)
+
+    service: Any = SimpleNamespace(remove=remove)
+    size = len(encode(ended("k0", 0.0), ""))
+    maximum = 4 if bound == "number" else 99
+    if bound == "bytes":
+        monkeypatch.setattr(retention, "MAX_ENDED_BYTES", 4 * size + 9)
+    state.put_kernel(ended("k0", 0.0))
+    state.put_kernel(ended("k1", 1.0))
+    keeper = Retention(state, service, maximum, EndReads(lambda: 0.0), now=NOW)
+    for number in range(2, 9):
+        state.put_kernel(replace(ended(f"k{number}", float(number)), agent_id="flood-1"))
+        await keeper.prune()
+    assert list(state.kernels) == ["k0", "k1", "k7", "k8"]
+
+
 async def test_failed_removal_is_repeated_without_an_end(monkeypatch: Any) -> None:
     monkeypatch.setattr(retention, "RETRY_PAUSE_S", 0.01)
     state = NodeState(["any"], EventLog())

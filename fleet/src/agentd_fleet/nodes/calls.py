@@ -290,7 +290,7 @@ class Nodes:
                 async with self.call_timeout(node, CALL_TIMEOUT_S):
                     session, url, identity = self._target(node, caller, path)
                     return await session.ws_connect(
-                        url, headers=identity, max_msg_size=MAX_FRAME, autoping=False
+                        url, headers=identity, max_msg_size=MAX_FRAME + 1, autoping=False
                     )
         except aiohttp.WSServerHandshakeError:
             return None

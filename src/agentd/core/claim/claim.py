@@ -24,7 +24,7 @@ from agentd.core.kernel.record import MAX_UID
 from agentd.errors import ClaimConflict
 
 MAX_CLAIMS = 4096
-"""Maximum claims of a node."""
+"""Maximum claims of a node; each agent may have an equal part of it."""
 MIN_TTL_S, MAX_TTL_S = 1, 7 * 24 * 3600
 MAX_PID, MAX_TICKS = 2**22, 2**63 - 1
 """The largest process id and start time of a process (proc(5))."""

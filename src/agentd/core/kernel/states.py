@@ -134,7 +134,7 @@ class KernelSpec(msgspec.Struct, frozen=True):
     """Whether the caller must not learn of other agents."""
     claim_id: str | None = msgspec.field(default=None, name="claim")
     """The claim whose devices it takes over, if it names one."""
-    keeps_claim: bool = msgspec.field(default=False, name="keep_claim")
+    keeps_claim: bool | None = msgspec.field(default=None, name="keep_claim")
     """Whether the claim outlives the kernel."""
     overcommits: bool = msgspec.field(default=False, name="overcommit")
     """Whether it takes devices of an observed claim that are held above their capacity."""

@@ -35,8 +35,8 @@ class LimitedSocket(web.WebSocketResponse):
     """A WebSocket with limits for the size of frames and the number of control frames."""
 
     def __init__(self) -> None:
-        super().__init__(
-            max_msg_size=MAX_FRAME, timeout=CLOSE_TIMEOUT_S, compress=False, autoping=False
+        super().__init__(  # aiohttp refuses a frame that reaches its limit
+            max_msg_size=MAX_FRAME + 1, timeout=CLOSE_TIMEOUT_S, compress=False, autoping=False
         )
         self._window_ends = 0.0
         self._controls = 0

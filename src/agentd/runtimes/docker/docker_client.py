@@ -149,7 +149,8 @@ class DockerClient:
             raise DockerResponseLost(f"{self._socket}: {reason}") from error
         except aiohttp.ClientPayloadError as error:
             raise DockerResponseLost(f"{self._socket}: the engine cut its response off") from error
-        except (aiohttp.ClientError, HttpProcessingError, OSError) as error:
+        # aiohttp: a RuntimeError is a read after it closed the connection over a malformed response
+        except (aiohttp.ClientError, HttpProcessingError, OSError, RuntimeError) as error:
             reason = truncate_message(f"{type(error).__name__}: {error}")
             raise DockerResponseLost(f"{self._socket}: {reason}") from error
 

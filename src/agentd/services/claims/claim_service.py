@@ -25,6 +25,7 @@ from agentd.core.claim.claim import (
     EditsTarget,
     EndReason,
     NameHolder,
+    ProcessHolder,
     TimeHolder,
     merge_allocations,
 )
@@ -34,6 +35,7 @@ from agentd.core.kernel.states import STARTING, Kernel, KernelState
 from agentd.errors import ClaimConflict, TooManyClaims, UnknownClaim
 from agentd.events import EventKind
 from agentd.failpoints import hit_async
+from agentd.host.claim_holders import max_process_holders
 from agentd.plugin_api import Features
 from agentd.services.claims.claim_ends import ClaimEnds
 from agentd.services.node import Node, NodeContext
@@ -136,8 +138,7 @@ class ClaimService:
             RequestError: it cannot be granted.
         """
         request = self._planner.parse_claim_request(spec)
-        if len(self._state.claims) >= MAX_CLAIMS:
-            raise TooManyClaims(f"this node has {MAX_CLAIMS} claims, the most it may have")
+        self._require_room(spec)
         decision = self._planner.decide_claim(spec, request, self._state)
         return Claim(
             claim_id=spec.claim_id,
@@ -154,6 +155,24 @@ class ClaimService:
             owner_uid=spec.owner_uid,
             is_observed=spec.is_observed,
         )
+
+    def _require_room(self, spec: ClaimSpec) -> None:
+        """Refuse a claim beyond the bounds of the node or of its agent.
+
+        Raises:
+            TooManyClaims: names the agent and the bound.
+        """
+        claims, agents = self._state.claims.values(), len(self._devices.split.partitions)
+        own = [claim.holder for claim in claims if claim.agent_id == spec.agent_id]
+        bounds = [("this node", "claims", len(claims), MAX_CLAIMS)]
+        bounds += [(f"agent {spec.agent_id}", "claims", len(own), MAX_CLAIMS // agents)]
+        if isinstance(spec.holder, ProcessHolder):
+            count = sum(isinstance(holder, ProcessHolder) for holder in own)
+            bound = max_process_holders() // agents
+            bounds += [(f"agent {spec.agent_id}", "claims held by a pid", count, bound)]
+        for owner, things, count, bound in bounds:
+            if count >= bound:
+                raise TooManyClaims(f"{owner} has {count} {things}, the maximum is {bound}")
 
     async def _charge_and_record(self, claim: Claim) -> Claim:
         """Charge a claim, ask the plugins for its edits, and record it; or hold nothing."""

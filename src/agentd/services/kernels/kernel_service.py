@@ -389,7 +389,7 @@ def prepare_kernel(spec: KernelSpec, decision: Decision, runtime: str, now: floa
         mounts=_items_to_save(spec.mounts, (mount.source + mount.target for mount in spec.mounts)),
         labels=spec.labels,
         claim_id=spec.claim_id,
-        keeps_claim=spec.keeps_claim,
+        keeps_claim=decision.keeps_claim,
         attempt=spec.attempt,
         removes=spec.removes,
         creator_uid=spec.caller.uid if spec.removes and spec.caller else None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -116,20 +117,33 @@ class Retention:
     async def prune(self) -> None:
         """Remove the kernels that are due, and the oldest beyond the maxima.
 
-        The latest one to end has any size.
+        Only an agent with more than an equal part of a maximum loses kernels to it. The latest one
+        to end has any size.
 
         A kernel that cannot be removed stays until the next prune.
         """
         latest = next(reversed(self._sizes), None)
         ended = [(self._state.kernel(kernel_id), size) for kernel_id, size in self._sizes.items()]
-        count, total_size = len(ended), sum(self._sizes.values())
+        counts, sizes = Counter[str](), Counter[str]()
         for kernel, size in ended:
-            is_too_large = total_size > MAX_ENDED_BYTES and kernel.kernel_id != latest
+            counts[kernel.agent_id] += 1
+            sizes[kernel.agent_id] += size
+        for kernel, size in ended:
+            agent_id = kernel.agent_id
+            is_too_many = _is_above_part(counts, agent_id, self._maximum)
+            is_too_large = _is_above_part(sizes, agent_id, MAX_ENDED_BYTES)
+            is_too_large = is_too_large and kernel.kernel_id != latest
             is_due = self._reads.is_due(kernel.kernel_id)
-            if count <= self._maximum and not is_too_large and not is_due:
+            if not (is_too_many or is_too_large or is_due):
                 continue
-            count, total_size = count - 1, total_size - size
+            counts[agent_id] -= 1
+            sizes[agent_id] -= size
             with suppress(AgentdError):
                 await self._service.remove(kernel.kernel_id, expected=kernel)
                 if not is_due:
                     log.info("kernel.pruned", kernel_id=kernel.kernel_id, keep_ended=self._maximum)
+
+
+def _is_above_part(counts: Counter[str], agent_id: str, maximum: int) -> bool:
+    """Return whether all agents are above a maximum, and one above its equal part of it."""
+    return counts.total() > maximum and counts[agent_id] * len(counts) > maximum
