@@ -246,8 +246,6 @@ class Driver:
 
     async def _create_from_claim(self, team: Team) -> None:
         claim = self._own_claim(team)
-        if claim.may_be_shared:
-            return
         was_steady, users = claim.is_steady, self._users(claim)
         body: dict[str, Any] = {"kernel_id": self._new_id(team), "claim": claim.claim_id}
         body["keep_claim"] = self.chance.random() < 0.6
@@ -326,7 +324,7 @@ class Driver:
     async def _race_for_claim(self, team: Team) -> None:
         """Two creates from one claim and its release at once: one of them wins."""
         claim = self._own_claim(team)
-        if not claim.is_steady or claim.is_of_stranger or self._users(claim) or claim.may_be_shared:
+        if not claim.is_steady or claim.is_of_stranger or self._users(claim):
             return
         kernels = [
             ModelKernel(team, {"kernel_id": self._new_id(team), "claim": claim.claim_id,
