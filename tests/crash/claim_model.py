@@ -26,6 +26,7 @@ role = "agent"
 agents = ["agent-2"]
 """
 NODE = '[plugins]\nallow = ["sim"]\n' + AGENTS + gpus(6) + gpus(2, "shares", "tpu")
+SHORT_TTL_S = 3
 STRANGER = 4711
 """A user that nobody here is."""
 SLOTS: tuple[dict[str, Any], ...] = (
@@ -98,6 +99,12 @@ class ModelClaim:
     @property
     def is_of_stranger(self) -> bool:
         return self.body.get("owner_uid") == STRANGER
+
+    @property
+    def shortest_ttl(self) -> float:
+        """The least time that it may have after a start, in seconds."""
+        ttl = self.view.get("holder", self.body["holder"]).get("ttl", float("inf"))
+        return float(SHORT_TTL_S if self.is_stale and ttl < float("inf") else ttl)
 
     def restart_time(self, now: float) -> None:
         if (ttl := self.body["holder"].get("ttl")) is not None:

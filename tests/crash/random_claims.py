@@ -22,6 +22,7 @@ from typing import Any
 from crash.claim_model import (
     KERNEL,
     NODE,
+    SHORT_TTL_S,
     SLOTS,
     SOCKETS,
     STRANGER,
@@ -140,7 +141,7 @@ class Driver:
         elif kind == "name":
             claim.body["holder"] = {"name": "x", "survives_reboot": self.chance.random() < 0.5}
         else:
-            ttl = self.chance.randint(1, 4) if kind == "short" else 3600
+            ttl = SHORT_TTL_S if kind == "short" else 3600
             claim.body["holder"] = {"ttl": ttl}
         if kind == "cgroup" and self._cgroups is not None and claim.child is not None:
             claim.cgroup = self._cgroups / f"agentd-claim-{os.getpid()}-{claim.claim_id}"
@@ -182,7 +183,7 @@ class Driver:
     async def _renew(self, team: Team) -> None:
         claim = self._own_claim(team)
         began_at, was_steady = time.monotonic(), claim.is_steady
-        body = self.chance.choice([{}, {"ttl": 3600}, {"ttl": 3}])
+        body = self.chance.choice([{}, {"ttl": 3600}, {"ttl": SHORT_TTL_S}])
         answer = await self._call(team.socket, "POST", f"{claim.path}/renew", body)
         if answer is NO_ANSWER:
             claim.is_stale = True
@@ -430,18 +431,20 @@ class Driver:
     async def _resolve_claims(self, dead_at: float) -> None:
         """Find the claims after a start: none is lost but by a call, its holder or its time."""
         views = {view["claim_id"]: view for view in await self.node.daemon.get("/v1/claims")}
-        for claim in list(self.claims.values()):
-            view = views.get(claim.claim_id)
+        for claim_id, claim in list(self.claims.items()):
+            view = views.get(claim_id)
             was_taken = any(
-                k.body.get("claim") == claim.claim_id and not k.body["keep_claim"]
+                k.body.get("claim") == claim_id and not k.body["keep_claim"]
                 for k in self.kernels.values()
             )
             if view is None:
-                is_over = claim.over_at <= dead_at or claim.has_ended
-                assert claim.may_be_gone or was_taken or is_over, f"{claim.claim_id} is lost"
+                has_ended = claim.has_ended or claim.over_at <= dead_at
+                has_ended |= dead_at + claim.shortest_ttl <= time.monotonic()
+                lines = [text for text in self.node.daemon.log.splitlines() if claim_id in text]
+                assert claim.may_be_gone or was_taken or has_ended, f"lost: {claim}\n{lines}"
                 self._forget(claim)
                 continue
-            assert not was_taken, f"{claim.claim_id} and its kernel hold its devices"
+            assert not was_taken, f"{claim_id} and its kernel hold its devices"
             if claim.is_stale or not claim.view:
                 claim.view = view
                 claim.team = next(t for t in TEAMS if t.agent == view["agent_id"])

@@ -33,6 +33,10 @@ OF_END = {"pid", "exit_code", "finished_at"}
 """Members of a kernel that its identity and its exit status tell, which have no copy."""
 
 
+def is_regular(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
+
+
 def rewrite(path: Path, content: bytes) -> None:
     """Replace a record, whose mode allows no writing."""
     path.unlink()
@@ -75,10 +79,9 @@ def deepen(path: Path, _: random.Random) -> None:
 
 def swap(path: Path, chance: random.Random) -> None:
     """Put the content of another file of the same folder there, or of another state."""
-    others = [p for p in path.parents[1].glob(f"*/{path.name}") if p != path]
-    others += [p for p in path.parent.glob("*.json") if p != path and p.is_file()]
-    if others:
-        rewrite(path, chance.choice(sorted(others)).read_bytes())
+    others = [*path.parents[1].glob(f"*/{path.name}"), *path.parent.glob("*.json")]
+    if others := sorted(other for other in others if other != path and is_regular(other)):
+        rewrite(path, chance.choice(others).read_bytes())
 
 
 def make_fifo(path: Path, _: random.Random) -> None:
@@ -171,7 +174,8 @@ class DamagedNode:
             paths = [*self.state.glob(f"*/{kernel_id}.json"), *bundle.glob("[!.]*.json")]
             paths = [path for path in paths if path.parent.name != "claims"]
             found += [(f"kernel {kernel_id}", path) for path in sorted(paths)]
-        return found + [("node", self.state / name) for name in ("devices.json", "node.json")]
+        found += [("node", self.state / name) for name in ("devices.json", "node.json")]
+        return [(owner, path) for owner, path in found if is_regular(path)]
 
     async def round(self) -> None:
         """Damage some files of a dead daemon, and compare what it does with what it knew."""
