@@ -185,6 +185,7 @@ async def test_unreadable_claim_withholds_devices_until_its_release(node: Daemon
     assert {(c["state"], c["agent_id"]) for c in shown.values()} == {("unreadable", "")}
     assert "damaged" in shown["flipped"]["reason"]
     assert "newer" in shown["newer"]["reason"]
+    assert await node.failed_checks() == []
     for name, view in shown.items():
         assert f"claim {name}: {view['reason']}" in "".join(
             (await node.get("/v1/node"))["warnings"]

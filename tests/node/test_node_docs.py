@@ -40,8 +40,8 @@ ELSEWHERE = (
 )  # fmt: skip
 """Run by other tests, which look at what comes of them."""
 MENTIONED = (
-    "agentctl forget", "agentctl rm", "agentctl run", "agentctl stop", "agentd config init",
-    "make test-node",
+    "agentctl forget", "agentctl release", "agentctl rm", "agentctl run", "agentctl stop",
+    "agentd config init", "make test-node",
     "stdbuf -oL", "systemctl edit", "systemctl stop",
 )  # fmt: skip
 """Names of commands, without what they need."""

@@ -323,7 +323,7 @@ def _decode_port(raw: Mapping[str, object]) -> Port:
 
 def _parse_number(raw: object, least: int, most: int) -> int:
     if isinstance(raw, bool) or not isinstance(raw, int) or not least <= raw <= most:
-        raise RecordError(f"invalid number {raw!r}: expected an integer from {least} to {most}")
+        raise RecordError(f"invalid number {quote_untrusted(raw)}: expected {least} to {most}")
     return raw
 
 
@@ -335,12 +335,12 @@ def parse_time(raw: object) -> float:
     """
     if isinstance(raw, (int, float)) and 0 <= raw <= LAST_SECOND:
         return float(raw)
-    raise RecordError(f"invalid time {raw!r}: expected seconds since 1970")
+    raise RecordError(f"invalid time {quote_untrusted(raw)}: expected seconds since 1970")
 
 
 def _parse_text(raw: object) -> str:
     if not isinstance(raw, str):
-        raise RecordError(f"invalid text {raw!r}: expected a string")
+        raise RecordError(f"invalid text {quote_untrusted(raw)}: expected a string")
     return raw
 
 
