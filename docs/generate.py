@@ -755,7 +755,7 @@ OTHER_LIMITS = (
     (
         "tcp",
         "connections over TCP",
-        "`rpc.max-connections`, and half of the file descriptors",
+        "`rpc.max-connections`, and a quarter of the file descriptors",
         "the next one is closed",
     ),
     (

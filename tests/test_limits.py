@@ -24,7 +24,9 @@ from agentd.config.loading import load
 from agentd.core.claim.claim import ClaimHolder, NameHolder
 from agentd.core.slots import read_quantity
 from agentd.errors import AgentdError, UnknownKernel
+from agentd.host.claim_holders import max_process_holders
 from agentd.http.bodies import Body, read_body
+from agentd.http.server import FURTHER_FRACTION, TCP_FRACTION
 from agentd.http.streaming.websocket import MAX_FRAME
 from agentd.plugin_api import ConditionInfo, DeviceInfo, SlotTypeInfo
 from agentd.pluginhost.validation import InvalidAnswer, validate_listing
@@ -290,6 +292,12 @@ async def test_exec_takes_a_frame_of_its_limit_and_no_more(serving_process: Serv
         wire._response.connection.transport.write(head)
         await wire.receive()
         assert wire.close_code == aiohttp.WSCloseCode.MESSAGE_TOO_BIG
+
+
+def test_clients_and_claims_together_leave_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (DESCRIPTORS, DESCRIPTORS))
+    connections = DESCRIPTORS * (TCP_FRACTION + FURTHER_FRACTION)
+    assert connections + max_process_holders() <= DESCRIPTORS * 7 / 8
 
 
 ELSEWHERE: Mapping[str, tuple[str, str]] = {

@@ -34,6 +34,30 @@ def test_a_request_hashes_as_it_did_in_the_first_release() -> None:
 HASH_OF_0_2 = "bc67f81d122d1f48c012ad5dea8d2e08"
 
 
+@pytest.mark.parametrize(("member", "keeps"), [(b"", None), (b"false", False), (b"true", True)])
+def test_request_keeps_its_claim_as_it_says(member: bytes, keeps: bool | None) -> None:
+    named = b', "keep_claim": ' + member if member else b""
+    body = b'{"kernel_id": "k", "command": ["a"], "claim": "c1"%s}' % named
+    assert spec(body).keeps_claim is keeps
+    assert (spec(body).spec_hash == HASH_WITH_CLAIM) is (keeps is None)
+
+
+HASH_WITH_CLAIM = "87b9deea9e87612539e6dcf985061da0"
+"""As the versions before have it, in which `keep_claim` was false by default."""
+
+
+@pytest.mark.parametrize(
+    "name", ["a\nb", "a\rb", "a\x1b[2Jb", "a\x9bb", "a\u202eb", "a\u2028b", ""]
+)
+def test_name_of_a_holder_is_one_printable_line(name: str) -> None:
+    from agentd.rpc.requests import CreateClaimRequest
+
+    with pytest.raises(InvalidRequest) as refused:
+        read_body(CreateClaimRequest, json.dumps({"holder": {"name": name}}))
+    assert [problem.where for problem in refused.value.problems] == ["holder.name"]
+    assert read_body(CreateClaimRequest, '{"holder": {"name": "job 17, \u00e9"}}').holder.name
+
+
 def test_options_that_say_nothing_are_as_if_absent() -> None:
     plain = spec(b'{"command": ["a"]}')
     assert plain.options == {}

@@ -45,8 +45,11 @@ ACCEPTED_AT_ONCE = 8
 """Clients that are accepted before the first of them is refused beyond a limit."""
 ACCEPT_ROUNDS = 3
 """Rounds of the event loop after which an accepted socket is a connection."""
-TCP_FRACTION, FURTHER_FRACTION = 0.5, 0.125
-"""Maximum fraction of file descriptors for TCP, and for further sockets: an equal part each."""
+TCP_FRACTION, FURTHER_FRACTION = 0.25, 0.125
+"""Maximum fraction of file descriptors for TCP, and for further sockets: an equal part each.
+
+Claims that end with a process may have half of the descriptors.
+"""
 SHUTDOWN_TIMEOUT_S, CANCEL_TIMEOUT_S = 3.0, 0.5
 """Seconds that a stop waits for open requests, and then for their cancellation."""
 FIRST_REQUEST_S = 1.0

@@ -98,6 +98,15 @@ def test_a_group_s_name_may_be_any_bytes(monkeypatch: pytest.MonkeyPatch) -> Non
     assert read_cgroups(1) == {":/user.slice/\udcff", "pids:/x"}
 
 
+def test_a_name_of_an_interface_may_have_any_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`unshare -rn ip link set lo name $'a\\x1cb'` needs no rights."""
+    numbers = b"7" + b" 0" * 7 + b" 8" + b" 0" * 7
+    table = b"Inter-| Receive\n face |bytes\n a\x1c\x85\xff: %s\n  lo: %s\n" % (numbers, numbers)
+    monkeypatch.setattr(Path, "read_bytes", lambda _: table)
+    monkeypatch.setattr(usage, "_namespace", str)
+    assert usage._read_network(1) == (7, 8)
+
+
 def test_the_groups_of_a_process_are_those_that_the_kernel_names() -> None:
     mine = read_cgroups(os.getpid())
     lines = Path("/proc/self/cgroup").read_text().splitlines()

@@ -180,7 +180,7 @@ async def test_pid_holders_leave_half_of_the_descriptors(
     made = (await rig.claims.create(spec(holder=PROCESS)))[0].claim
     for number in range(255):
         rig.state._claims[f"more{number}"] = replace(made, claim_id=f"more{number}")
-    reason = "agent a has 256 claims held by a pid, the maximum is 256"
+    reason = "agent a has 256 claims that end with a process, the maximum is 256"
     with pytest.raises(TooManyClaims, match=reason):
         await rig.claims.create(spec("c2", holder=PROCESS))
     assert (await rig.claims.create(spec("c2", gpus=0)))[1]

@@ -225,8 +225,9 @@ def _read(file: str) -> bytes | None:
 
 
 def _read_lines(file: str) -> list[str] | None:
-    content = _read(file)
-    return None if content is None else content.decode("ascii", "replace").splitlines()
+    with suppress(OSError):
+        return read_lines(file)
+    return None
 
 
 def _read_number(file: str) -> int | None:

@@ -169,7 +169,7 @@ class ClaimService:
         if isinstance(spec.holder, ProcessHolder):
             count = sum(isinstance(holder, ProcessHolder) for holder in own)
             bound = max_process_holders() // agents
-            bounds += [(f"agent {spec.agent_id}", "claims held by a pid", count, bound)]
+            bounds += [(f"agent {spec.agent_id}", "claims that end with a process", count, bound)]
         for owner, things, count, bound in bounds:
             if count >= bound:
                 raise TooManyClaims(f"{owner} has {count} {things}, the maximum is {bound}")
