@@ -263,7 +263,7 @@ class Driver:
         if claim.is_of_stranger:
             assert answer.status == 404, answer
         elif answer.status == 201:
-            assert body["keep_claim"] or not users, answer
+            assert body["keep_claim"] or all(kernel.is_short for kernel in users), answer
             assert body["command"] != ["/nowhere"]
             if not body["keep_claim"]:
                 await self._gone(claim)
