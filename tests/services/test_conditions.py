@@ -299,6 +299,10 @@ async def test_holder_of_a_removed_agent_is_a_condition(rig: Rig) -> None:
     (condition,) = agent_conditions(rig.node)
     assert (condition.about, condition.agents) == ("agent/gone", ("gone",))
     assert "devices are still held by kernel k1" in condition.reason
+    rig.state.put_kernel(replace(kernel, agent_id=""))
+    (condition,) = agent_conditions(rig.node)
+    unknown = "the agent is unknown for which devices are held by kernel k1"
+    assert condition == Condition("agent/unknown", unknown, agents=("",))
 
 
 async def test_device_held_by_two_is_a_condition(rig: Rig) -> None:
@@ -328,7 +332,3 @@ async def test_status_line_has_the_number_and_the_first(rig: Rig, listed: Listed
     listed.found = [LOST, Condition("log", "lines are lost")]
     troubles = "; 2 troubles, cuda3 is unhealthy: GPU is lost (reset it)"
     assert status_line("n", rig.node, listed.conditions.current()) == line + troubles
-    rig.state.put_kernel(replace(kernel, agent_id=""))
-    (condition,) = agent_conditions(rig.node)
-    unknown = "the agent is unknown for which devices are held by kernel k1"
-    assert condition == Condition("agent/unknown", unknown, agents=("",))
