@@ -174,7 +174,7 @@ class DamagedNode:
             paths = [*self.state.glob(f"*/{kernel_id}.json"), *bundle.glob("[!.]*.json")]
             paths = [path for path in paths if path.parent.name != "claims"]
             found += [(f"kernel {kernel_id}", path) for path in sorted(paths)]
-        found += [("node", self.state / name) for name in ("devices.json", "node.json")]
+        found.append(("node", self.state / "devices.json"))  # another id in node.json is refused
         return [(owner, path) for owner, path in found if is_regular(path)]
 
     async def round(self) -> None:
@@ -186,8 +186,6 @@ class DamagedNode:
         done: list[str] = []
         for owner, path in self.chance.sample(self.files(), self.chance.randint(1, 3)):
             damage = self.chance.choice(DAMAGES)
-            if damage is swap and path.name == "identity.json":  # it does not say whose it is
-                damage = flip
             damage(path, self.chance)
             victims.add(owner)
             done.append(f"{damage.__name__} {path.relative_to(self.state)}")
