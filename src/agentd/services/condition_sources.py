@@ -72,9 +72,11 @@ def agent_conditions(node: Node) -> Iterator[Condition]:
         if holding.agent_id not in node.devices.split.partitions and holding.allocation.shares
     )
     for agent, holders in holders_by_agent.items():
-        name = agent or "unknown"
-        reason = f"agent {name} was removed from the configuration; devices are still held by"
-        yield Condition(f"agent/{name}", f"{reason} {', '.join(holders)}", agents=(agent,))
+        reason = f"agent {agent} was removed from the configuration; devices are still held by"
+        if not agent:
+            reason = "the agent is unknown for which devices are held by"
+        about = f"agent/{agent or 'unknown'}"
+        yield Condition(about, f"{reason} {', '.join(holders)}", agents=(agent,))
 
 
 def engine_conditions(engines: AwaitedEngines) -> Iterator[Condition]:
