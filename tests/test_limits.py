@@ -34,6 +34,7 @@ from agentd.rpc.requests import (
     CreateClaimRequest,
     CreateKernelRequest,
     EditsRequest,
+    EngineRequest,
     StopRequest,
 )
 from services.claims.test_claim_service import ADMIN, PROCESS, spec
@@ -110,6 +111,13 @@ BODIES: Mapping[str, tuple[Callable[[int], None], ...]] = {
         lambda n: body_of(CLAIM, claim_id="a" * n, holder={"ttl": 1}),
     ),
     "ttl": (lambda n: body_of(CLAIM, holder={"ttl": n}),),
+    "engine": (lambda n: body_of(EngineRequest, ready=True, conditions=[{"reason": "a"}] * n),),
+    "sentence": (
+        lambda n: body_of(EngineRequest, ready=True, conditions=[{"reason": "a" * n}]),
+        lambda n: body_of(
+            EngineRequest, ready=True, conditions=[{"reason": "a", "remedy": "b" * n}]
+        ),
+    ),
     "timeout": (lambda n: body_of(StopRequest, timeout=n),),
     "labels": (
         lambda n: body_of(KERNEL, labels={"a": "b" * (n - 1)}),

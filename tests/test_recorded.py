@@ -152,9 +152,6 @@ NEW: Mapping[str, frozenset[str]] = {
             "agentctl fleet nodes cordon --reason",
             *(f"agentctl signal{argument}" for argument in ("", " kernel", " signal")),
             "agentctl run --overcommit",
-            "agentctl claim --user",
-            "slurm gres --type",
-            "slurm gres --types",
         }
     ),
     "schemas": frozenset(
