@@ -201,6 +201,10 @@ NEW_MEMBERS = frozenset(
         "/agentd/main/nodes/NODE/runtime/state str",
         "/agentd/main/known/NODE/rival str",
         "/agentd/main/routes/k1/attempt str",
+        *(
+            f"/files/kernels/{kernel}/identity.json/kernel_id str"
+            for kernel in ("ended", "from-claim", "lives")
+        ),
         "/files/devices.json/devices/is_excluded bool",
         "/files/devices.json/devices/taken_place NoneType",
         "/files/devices.json/devices/needs_clear str",
