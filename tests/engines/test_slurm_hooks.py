@@ -46,6 +46,11 @@ async def test_shared_gpu_is_held_until_its_last_job_ends(slurm: NodesOf, gres: 
         await nodes.until_claims(held, node)
     (claim,) = await nodes.daemons[node].get("/v1/claims")
     assert claim["labels"] == {"engine": "slurm"}
+    like_another = "x UserId=a(0) GroupId=b(0) MCS_label=c"
+    for job in jobs:
+        nodes.cluster.run("scontrol", "update", f"JobId={job}", f"JobName={like_another}")
+    assert nodes.engine(node, "sync", "--once", "--node", node).returncode == 0
+    assert await nodes.claims(node) == held
     whole = nodes.cluster.submit("--gres=gpu:1", f"-w{node}")
     await nodes.until_claims({**held, f"slurm-{whole}": ["cuda1"]}, node)
     nodes.cluster.run("scancel", jobs[0], whole)

@@ -117,12 +117,14 @@ class Synchronizer:
         return [*self._jobs.values()]
 
     def _read_job(self, row: QueuedJob) -> Job:
-        """Return a job, without its GPUs if its answer cannot be read."""
+        """Return a job; one whose answer cannot be read may share any GPU."""
         job = None
         with suppress(UnreadableAnswer):
             job = controller.get_job(row.job_id)
-        name = str(row.job_id)
-        return job or Job(row.job_id, name, row.user_id, row.state, nodes=(self._node,))
+        if job is None:
+            node, name = self._node, str(row.job_id)
+            job = Job(row.job_id, name, row.user_id, row.state, nodes=(node,), shared={node: None})
+        return job
 
     def run_once(self) -> list[str]:
         """Take one look, act on it, and return what failed; a new failure is logged.

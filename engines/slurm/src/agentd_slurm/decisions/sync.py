@@ -243,12 +243,18 @@ def _foreign_holders(
 
 
 def claims_to_end(facts: SyncFacts) -> Iterator[EndClaim]:
-    """Yield the claims whose jobs are over; a process of no job may use any shared GPU."""
+    """Yield the claims whose jobs are over.
+
+    A process of no job may use any shared GPU, and so may a job that cannot be read.
+    """
     jobs_here = {job.job_id: job for job in facts.jobs if job.is_on(facts.node)}
     in_use = set[str]().union(*(shared_claims(job, facts) for job in jobs_here.values()))
+    are_known = facts.running <= {*jobs_here} and all(
+        job.shared.get(facts.node, ()) is not None for job in jobs_here.values()
+    )
     for claim in facts.claims:
         job_id, claim_id = job_of_claim(claim), claim["claim_id"]
         if job_id is not None and job_id not in jobs_here and job_id not in facts.alive:
             yield EndClaim(claim_id, job_id)
-        elif is_shared_claim(claim) and claim_id not in in_use and facts.running <= {*jobs_here}:
+        elif is_shared_claim(claim) and claim_id not in in_use and are_known:
             yield EndClaim(claim_id, None)
