@@ -114,3 +114,15 @@ def test_answer_of_somebody_else_is_not_taken(start: Start, content: str, tmp_pa
         assert (tmp_path / "lie").read_text() == content
     finally:
         file.unlink()
+
+
+def test_fifo_in_the_place_of_an_answer_is_not_opened(start: Start) -> None:
+    job = STEP | {"SLURM_JOB_ID": f"{os.getpid()}8", "SLURM_STEP_GPUS": "0"}
+    file = Path(f"/tmp/agentd-slurm-{job['SLURM_JOB_ID']}.0.{os.getppid()}.0")
+    os.mkfifo(file)
+    process = start("task-prolog", **job)
+    try:
+        assert ended(process) == (0, "export A=1")
+    finally:
+        process.kill()
+        file.unlink()
