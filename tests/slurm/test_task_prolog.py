@@ -130,6 +130,10 @@ def test_component_gets_its_own_claim(run: Run) -> None:
     assert run(other, claims={9: ("cuda0", "cuda1")})[1]["AGENTD_CLAIM"] == "slurm-9"
 
 
+def test_variables_of_components_that_are_left_over_do_no_harm(run: Run) -> None:
+    assert run(BATCH | {"SLURM_HET_SIZE": "2"}, claims={})[0] == REFUSED
+
+
 def test_mark_proves_the_claim_of_a_shared_device(run: Run, tmp_path: Path) -> None:
     shards = {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1", "SLURM_SHARDS_ON_NODE": "2"}
     mps = BATCH | {"SLURM_JOB_GPUS": "1"}

@@ -94,8 +94,8 @@ class _Task:
         gpus = environ.get("SLURM_STEP_GPUS") or environ.get("SLURM_JOB_GPUS", "")
         self._indices = {int(index) for index in gpus.split(",") if index.isdecimal()}
         components = {
-            int(environ[f"SLURM_JOB_ID_HET_GROUP_{number}"]): expand_hosts(
-                environ[f"SLURM_JOB_NODELIST_HET_GROUP_{number}"]
+            int(environ.get(f"SLURM_JOB_ID_HET_GROUP_{number}", "0")): expand_hosts(
+                environ.get(f"SLURM_JOB_NODELIST_HET_GROUP_{number}", "")
             )
             for number in range(int(environ.get("SLURM_HET_SIZE", "0")))
         }
