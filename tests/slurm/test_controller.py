@@ -76,6 +76,7 @@ def test_ancestors_are_looked_at_first() -> None:
         "slurm_load_jobs error: Zero Bytes were transmitted or received",
         "slurm_load_jobs error: Slurm backup controller in standby mode",
         "Unexpected message received for job 1",
+        "slurm_load_jobs error: Protocol authentication error",
     ],
 )
 def test_absent_slurmctld_is_asked_until_the_deadline(
@@ -87,6 +88,12 @@ def test_absent_slurmctld_is_asked_until_the_deadline(
     with pytest.raises(ControllerUnavailable):
         controller.until_answered(lambda: controller.run_command("scontrol"), 5.0)
     assert next(clock) == 5.0
+
+
+def test_settings_have_the_same_names_in_a_newer_slurm(settings: Path, tmp_path: Path) -> None:
+    program(tmp_path / "site", "echo 'Prolog[0]   = /etc/p'; echo 'TaskProlog = (null)'; echo x")
+    settings.write_text(f'[slurm]\nbin = "{tmp_path}/site"\n')
+    assert controller.read_configuration() == {"Prolog": "/etc/p", "TaskProlog": "(null)"}
 
 
 def test_other_failures_of_slurm_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,6 +129,7 @@ def fake_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[float]:
         ("#PrologEpilogTimeout=60", NO_LIMIT_S),
         ("MessageTimeout=10 PrologEpilogTimeout=90", 90),
         ("PrologEpilogTimeout=60\nPrologEpilogTimeout=70", 70),
+        ("PrologEpilogTimeout=60\nPrologTimeout=50", 50),
         ("include more.conf", 45),
         ("PrologEpilogTimeout=60\nInclude {folder}/more.conf", 45),
         ("Include slurm.conf\nPrologEpilogTimeout=20", 20),

@@ -134,6 +134,7 @@ PLACEHOLDER = Job(9, "9", 0, "RUNNING", "agentd:k1", "cuda3", "n1", ("n1",), {"n
         pytest.param({"job": JOB._replace(gpus={})}, NothingToClaim, id="no GPUs"),
         pytest.param({"job": PLACEHOLDER}, NothingToClaim, id="a placeholder"),
         pytest.param({"job": JOB._replace(state="PENDING")}, NothingToClaim, id="requeued"),
+        pytest.param({"job": JOB._replace(state="COMPLETING")}, NothingToClaim, id="ends"),
         pytest.param({"job": JOB._replace(nodes=("n2",))}, NothingToClaim, id="on another node"),
         pytest.param({"job": None}, FailProlog, id="unknown"),
         pytest.param({"job": JOB._replace(gpus={"n1": None})}, RefuseJob, id="no indices"),
@@ -223,6 +224,7 @@ SYNC_CASES: dict[str, tuple[dict[str, Any], list[Any]]] = {
         USED_BY_KERNEL | {"gres_map": GresMap("slurm", dict.fromkeys((0, 1), MAP.devices[1]))},
         [GiveUpPlaceholder(None, "cuda3", "several GPUs have this type in gres.conf")],
     ),
+    "a dynamic node": (USED_BY_KERNEL | node("MIXED", "DYNAMIC_NORM"), [START]),
     "no CPU is free": (USED_BY_KERNEL | node("ALLOCATED"), []),
     "not responding": (USED_BY_KERNEL | node("MIXED", "NOT_RESPONDING"), []),
     "blocked, not responding": (
@@ -270,6 +272,10 @@ SYNC_CASES: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "a shared device that nobody uses": ({"claims": (OWN, OF_DEVICE)}, [EndClaim(OF_ID, None)]),
     "a shared device, and processes of no job": (
         {"claims": (OWN, OF_DEVICE), "running": frozenset({5, 7})},
+        [],
+    ),
+    "a shared device, and a job that cannot be read": (
+        {"jobs": (JOB, SHARER._replace(shared={"n1": None})), "claims": (OWN, OF_DEVICE)},
         [],
     ),
     "a shared device without a claim": (

@@ -47,8 +47,9 @@ _SLURMD = re.compile(r"slurm(?:step)?d(?:-wlm)?(?: \(deleted\))?")
 _UNKNOWN_JOB = "Invalid job id"
 _NO_ANSWER = re.compile(
     r"[Uu]nable to contact|timed out|Zero Bytes|standby|[Cc]onnection|Unexpected message"
+    r"|authentication error"
 )
-"""Errors of a slurmctld that restarts, or hands over to another."""
+"""Errors of a slurmctld that restarts, or hands over to another, and of a munged that restarts."""
 MAX_REASON = 1024
 
 
@@ -300,9 +301,13 @@ def cancel(job_id: int) -> None:
 
 
 def read_configuration() -> dict[str, str]:
-    """Return slurmctld's settings by name."""
+    """Return slurmctld's settings by name; a newer Slurm calls `Prolog` `Prolog[0]`."""
     lines = (line.partition("=") for line in run_command("scontrol", "show", "config").splitlines())
-    return {name.strip(): value.strip() for name, separator, value in lines if separator}
+    return {
+        name.partition("[")[0].strip(): value.strip()
+        for name, separator, value in lines
+        if separator
+    }
 
 
 def read_node(node: str) -> SlurmNode:

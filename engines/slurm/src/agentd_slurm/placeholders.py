@@ -19,7 +19,7 @@ CLOSED = frozenset(
      "POWER_DOWN", "POWERING_DOWN", "POWERED_DOWN"}
 )  # fmt: skip
 """Flags of a node that has no placeholders: one would keep it from getting idle."""
-OPEN = frozenset({"IDLE", "MIXED", "COMPLETING", "PLANNED", "CLOUD", "RESERVED"})
+OPEN = frozenset({"IDLE", "MIXED", "COMPLETING", "PLANNED", "CLOUD", "DYNAMIC_NORM", "RESERVED"})
 """Flags of a node that starts a job at once."""
 _UNITS_S = (1, 60, 3600)
 _USED = re.compile(r"(?:gpu|shard|mps)[^()]*\(IDX:([0-9,-]+)\)")

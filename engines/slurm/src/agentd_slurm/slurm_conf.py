@@ -15,7 +15,7 @@ PATIENCE = 0.75
 NO_VALUE = 65534
 MAX_DEPTH = 8
 _INCLUDE = re.compile(r"include\s+(\S+)", re.IGNORECASE)
-_TIMEOUT = re.compile(r"\bPrologEpilogTimeout\s*=\s*([0-9]{1,9})", re.IGNORECASE)
+_TIMEOUT = re.compile(r"\bProlog(?:Epilog)?Timeout\s*=\s*([0-9]{1,9})", re.IGNORECASE)
 
 
 def prolog_timeout_s() -> int:

@@ -77,8 +77,8 @@ def indices_to_claim(
         return FailProlog("slurmctld does not know the job, which has GPUs here")
     if job.is_placeholder:
         return NothingToClaim("the job is a placeholder")
-    if not job.is_on(node):
-        return NothingToClaim(f"the job is not on node {node} any more")
+    if not job.is_on(node) or job.state == "COMPLETING":  # a requeue would bring it back
+        return NothingToClaim(f"the job is not on node {node} any more, or ends")
     own, shared = job.gpus.get(node, frozenset()), job.shared.get(node, frozenset())
     if own is None or shared is None:
         return RefuseJob("Slurm names no indices of the job's GPUs: gres.conf needs File=")
