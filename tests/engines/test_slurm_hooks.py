@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 import signal
 import sys
 from pathlib import Path
@@ -62,6 +63,24 @@ async def test_shared_gpu_is_held_until_its_last_job_ends(slurm: NodesOf, gres: 
     nodes.cluster.until_idle()
 
 
+async def test_shared_gpu_is_held_while_its_job_is_killed(slurm: NodesOf) -> None:
+    """Slurm names no GPUs of a job that ends."""
+    nodes = await with_shared_gpus(slurm)
+    nodes.configure_slurm("KillWait=30")
+    held = {await shared_claim(nodes, nodes.node, "cuda0"): ["cuda0"]}
+    deaf = "trap '' TERM; echo deaf; while :; do sleep 1; done"
+    job = nodes.cluster.submit("--gres=shard:2", f"-w{nodes.node}", script=deaf)
+    output = nodes.cluster.folder / f"out-{job}"
+    nodes.cluster.until(lambda: output.exists() and output.read_text(), "the job does not start")
+    nodes.cluster.run("scancel", job)
+    nodes.cluster.until_state(job, "COMPLETING")
+    nodes.sync_once()
+    assert await nodes.claims() == held
+    for pid in nodes.cluster.processes(job):
+        os.kill(pid, signal.SIGKILL)
+    await nodes.until_claims({})
+
+
 async def test_shard_of_a_held_gpu_sends_the_job_back(slurm: NodesOf) -> None:
     nodes = await with_shared_gpus(slurm)
     kernels = [await nodes.daemon.running("notebooks", slots=GPU) for _ in range(2)]
@@ -100,6 +119,25 @@ async def test_prolog_waits_for_an_absent_slurmctld(slurm: NodesOf) -> None:
     await nodes.until_claims({f"slurm-{jobs[0]}": ["cuda0"]})
     for job in jobs:
         nodes.cluster.until_state(job, "RUNNING")
+    assert not nodes.cluster.node_state(nodes.node).startswith("drain")
+
+
+async def test_job_that_slurmctld_forgets_in_its_prolog_drains_nothing(slurm: NodesOf) -> None:
+    nodes = await slurm(gpu_count=1)
+    hold_prolog(nodes)
+    nodes.cluster.submit("--gres=gpu:1")
+    nodes.cluster.until((nodes.folder / "begun").exists, "the prolog does not begin")
+    nodes.cluster.kill("slurmctld")
+    for file in (nodes.cluster.folder / "state").glob("job_state*"):
+        file.unlink()
+    nodes.cluster.extra["FirstJobId"] = "100"
+    nodes.cluster.configure()
+    nodes.cluster.start_controller()
+    (nodes.folder / "goes").touch()
+    ran = nodes.folder / "ran"
+    job = nodes.cluster.submit("--gres=gpu:1", script=f"touch {ran}; sleep 1000")
+    nodes.cluster.until(ran.exists, "no other job runs", within_s=120)
+    await nodes.until_claims({f"slurm-{job}": ["cuda0"]})
     assert not nodes.cluster.node_state(nodes.node).startswith("drain")
 
 

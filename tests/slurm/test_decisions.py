@@ -18,7 +18,6 @@ from agentd_slurm.decisions.doctor import (
 )
 from agentd_slurm.decisions.prolog import (
     ClaimDevices,
-    FailProlog,
     NothingToClaim,
     PrologFacts,
     RefuseJob,
@@ -134,9 +133,8 @@ PLACEHOLDER = Job(9, "9", 0, "RUNNING", "agentd:k1", "cuda3", "n1", ("n1",), {"n
         pytest.param({"job": JOB._replace(gpus={})}, NothingToClaim, id="no GPUs"),
         pytest.param({"job": PLACEHOLDER}, NothingToClaim, id="a placeholder"),
         pytest.param({"job": JOB._replace(state="PENDING")}, NothingToClaim, id="requeued"),
-        pytest.param({"job": JOB._replace(state="COMPLETING")}, NothingToClaim, id="ends"),
         pytest.param({"job": JOB._replace(nodes=("n2",))}, NothingToClaim, id="on another node"),
-        pytest.param({"job": None}, FailProlog, id="unknown"),
+        pytest.param({"job": None}, NothingToClaim, id="forgotten"),
         pytest.param({"job": JOB._replace(gpus={"n1": None})}, RefuseJob, id="no indices"),
         pytest.param({"devices": ROWS[:1]}, RefuseJob, id="a device that is not listed"),
         pytest.param({"devices": (row(1), row(3, state="gone"))}, RefuseJob, id="missing"),
@@ -272,6 +270,14 @@ SYNC_CASES: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "a shared device that nobody uses": ({"claims": (OWN, OF_DEVICE)}, [EndClaim(OF_ID, None)]),
     "a shared device, and processes of no job": (
         {"claims": (OWN, OF_DEVICE), "running": frozenset({5, 7})},
+        [],
+    ),
+    "a shared device, and processes of a job that ends": (
+        {
+            "jobs": (JOB, SHARER._replace(state="COMPLETING", shared={"n1": frozenset()})),
+            "claims": (OWN, OF_DEVICE),
+            "running": frozenset({7, 8}),
+        },
         [],
     ),
     "a shared device, and a job that cannot be read": (

@@ -19,7 +19,6 @@ from agentd_slurm.commands.job_environment import InvalidEnvironment, JobEnviron
 from agentd_slurm.controller import SlurmFailed, until_answered
 from agentd_slurm.decisions.prolog import (
     ClaimDevices,
-    FailProlog,
     GpuIndices,
     NothingToClaim,
     PrologFacts,
@@ -92,9 +91,6 @@ class _Prolog:
         match decide_prolog(facts):
             case NothingToClaim():
                 return 0
-            case FailProlog(reason):
-                log_line("prolog", reason)
-                return FAILED
             case RefuseJob(reason):
                 return self._requeue(name, reason)
             case ClaimDevices() as action:

@@ -35,12 +35,6 @@ class RefuseJob(NamedTuple):
     reason: str
 
 
-class FailProlog(NamedTuple):
-    """The job must not start and the node must not get others: Slurm drains it."""
-
-    reason: str
-
-
 class PrologFacts(NamedTuple):
     """The facts of a prolog. `job` is None where slurmctld does not know the job.
 
@@ -56,7 +50,7 @@ class PrologFacts(NamedTuple):
     has_processes: bool = False
 
 
-PrologAction = NothingToClaim | ClaimDevices | RefuseJob | FailProlog
+PrologAction = NothingToClaim | ClaimDevices | RefuseJob
 
 
 class GpuIndices(NamedTuple):
@@ -66,19 +60,17 @@ class GpuIndices(NamedTuple):
     shared: frozenset[int]
 
 
-def indices_to_claim(
-    job: Job | None, node: str
-) -> GpuIndices | NothingToClaim | RefuseJob | FailProlog:
+def indices_to_claim(job: Job | None, node: str) -> GpuIndices | NothingToClaim | RefuseJob:
     """Return the indices of the job's GPUs on this node, or why there is nothing to claim.
 
     Slurm's own variable is not a source: of a job that names two types it has the last one alone.
     """
     if job is None:
-        return FailProlog("slurmctld does not know the job, which has GPUs here")
+        return NothingToClaim("slurmctld forgot the job, so it does not start")
     if job.is_placeholder:
         return NothingToClaim("the job is a placeholder")
-    if not job.is_on(node) or job.state == "COMPLETING":  # a requeue would bring it back
-        return NothingToClaim(f"the job is not on node {node} any more, or ends")
+    if not job.is_on(node):
+        return NothingToClaim(f"the job is not on node {node} any more")
     own, shared = job.gpus.get(node, frozenset()), job.shared.get(node, frozenset())
     if own is None or shared is None:
         return RefuseJob("Slurm names no indices of the job's GPUs: gres.conf needs File=")
