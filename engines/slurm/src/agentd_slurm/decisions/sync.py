@@ -245,8 +245,8 @@ def _foreign_holders(
 def claims_to_end(facts: SyncFacts) -> Iterator[EndClaim]:
     """Yield the claims whose jobs are over.
 
-    A process of no job may use any shared GPU. So may one of a job that ends, of which Slurm names
-    no GPUs any more, and a job that cannot be read.
+    A process of no job may use any shared GPU. So may one of a job that ends, since Slurm does not
+    name its GPUs any more, and a job that cannot be read.
     """
     jobs_here = {job.job_id: job for job in facts.jobs if job.is_on(facts.node)}
     in_use = set[str]().union(*(shared_claims(job, facts) for job in jobs_here.values()))
