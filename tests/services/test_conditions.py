@@ -299,6 +299,9 @@ async def test_holder_of_a_removed_agent_is_a_condition(rig: Rig) -> None:
     (condition,) = agent_conditions(rig.node)
     assert (condition.about, condition.agents) == ("agent/gone", ("gone",))
     assert "devices are still held by kernel k1" in condition.reason
+    rig.state.drop_kernel("k1")
+    rig.state.put_kernel(replace(kernel, agent_id=""))  # as of an unreadable record
+    assert [*agent_conditions(rig.node)] == []
 
 
 async def test_device_held_by_two_is_a_condition(rig: Rig) -> None:

@@ -69,12 +69,12 @@ def agent_conditions(node: Node) -> Iterator[Condition]:
     holders_by_agent = group(
         (holding.agent_id, holder_text(holder))
         for holder, holding in node.state.ledger.holdings.items()
-        if holding.agent_id not in node.devices.split.partitions and holding.allocation.shares
+        if holding.agent_id not in ("", *node.devices.split.partitions)
+        and holding.allocation.shares
     )
     for agent, holders in holders_by_agent.items():
-        name = agent or "unknown"
-        reason = f"agent {name} was removed from the configuration; devices are still held by"
-        yield Condition(f"agent/{name}", f"{reason} {', '.join(holders)}", agents=(agent,))
+        reason = f"agent {agent} was removed from the configuration; devices are still held by"
+        yield Condition(f"agent/{agent}", f"{reason} {', '.join(holders)}", agents=(agent,))
 
 
 def engine_conditions(engines: AwaitedEngines) -> Iterator[Condition]:
