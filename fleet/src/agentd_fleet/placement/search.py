@@ -90,11 +90,14 @@ def _is_node_failure(error: AgentdError) -> bool:
     return isinstance(error, Unavailable) and not is_local and not isinstance(error, others)
 
 
-def _is_final(error: AgentdError) -> bool:
+def _is_final(error: AgentdError, request: PlacementRequest) -> bool:
     """Return whether a refusal holds at every node.
 
     The gateway has validated the body, so a node that finds it invalid may be of another version.
+    Only the agent of a claim knows what is left of it.
     """
+    if request.has_claim and isinstance(error, InsufficientResource):
+        return True
     validated = (InvalidRequest, InvalidSlotAmount, InvalidSlotCombination)
     return error.scope is Scope.REQUEST and not isinstance(error, validated)
 
@@ -156,7 +159,7 @@ class Search:
         self._tries -= not is_free
         self._note_refusal(candidate, error)
         is_alone = self.decisions.keys().isdisjoint(self._queue)
-        if isinstance(error, KernelConflict) or (_is_final(error) and is_alone):
+        if isinstance(error, KernelConflict) or (_is_final(error, self._query.request) and is_alone):
             self.final = error
 
     def _note_refusal(self, candidate: Candidate, error: AgentdError) -> None:
@@ -219,7 +222,8 @@ class Search:
             errors.append(answer.error() if isinstance(answer, NodeAnswer) else answer)
             self._note_refusal(candidate, errors[-1])
         if len(errors) == len(answers):
-            self.final = next(filter(_is_final, errors), None)
+            request = self._query.request
+            self.final = next((e for e in errors if _is_final(e, request)), None)
 
     async def _request_decision(self, candidate: Candidate) -> NodeAnswer | NodeUnavailable:
         node = self._state.node(candidate.node_id)
