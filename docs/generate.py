@@ -41,7 +41,7 @@ from agentd.http.connections import connection, request_turns
 from agentd.http.streaming import streaming_responses, websocket
 from agentd.pluginhost import validation
 from agentd.program.exit_status import MEANINGS
-from agentd.rpc.requests import MAX_GROUPS, ExecRequest
+from agentd.rpc.requests import MAX_CONDITIONS, MAX_GROUPS, MAX_SENTENCE, ExecRequest
 from agentd.rpc.routes import ROUTES
 from agentd.services import refusals
 from agentd.services.kernels import kernel_service, retention
@@ -667,6 +667,8 @@ REFUSING = {
         Limit("id", "characters of the id of a kernel or claim", bodies.MAX_ID, INVALID),
         Limit("amount", "characters of an amount", slots.MAX_TEXT, "InvalidSlotAmount"),
         Limit("ttl", "seconds of a `ttl`", MAX_TTL_S, INVALID),
+        Limit("engine", "conditions of an engine", MAX_CONDITIONS, INVALID),
+        Limit("sentence", "characters of a reason, or of a remedy", MAX_SENTENCE, INVALID),
         Limit("timeout", "seconds of the timeout of a stop", int(queries.MAX_TIMEOUT_S), INVALID),
         Limit("page", "entries that a list is asked for", queries.MAX_PAGE, INVALID),
     ),

@@ -34,6 +34,7 @@ from agentd.rpc.requests import (
     CreateClaimRequest,
     CreateKernelRequest,
     EditsRequest,
+    EngineRequest,
     StopRequest,
 )
 from services.claims.test_claim_service import ADMIN, PROCESS, spec
@@ -110,6 +111,13 @@ BODIES: Mapping[str, tuple[Callable[[int], None], ...]] = {
         lambda n: body_of(CLAIM, claim_id="a" * n, holder={"ttl": 1}),
     ),
     "ttl": (lambda n: body_of(CLAIM, holder={"ttl": n}),),
+    "engine": (lambda n: body_of(EngineRequest, ready=True, conditions=[{"reason": "a"}] * n),),
+    "sentence": (
+        lambda n: body_of(EngineRequest, ready=True, conditions=[{"reason": "a" * n}]),
+        lambda n: body_of(
+            EngineRequest, ready=True, conditions=[{"reason": "a", "remedy": "b" * n}]
+        ),
+    ),
     "timeout": (lambda n: body_of(StopRequest, timeout=n),),
     "labels": (
         lambda n: body_of(KERNEL, labels={"a": "b" * (n - 1)}),
@@ -261,13 +269,13 @@ async def test_node_takes_its_limit_and_no_more(row: Any, monkeypatch: pytest.Mo
 
 @rows(ON_DAEMON)
 async def test_daemon_takes_its_limit_and_no_more(row: Any, serving_process: Serving) -> None:
-    daemon = await serving_process()
     try:
-        await ON_DAEMON[row.name](daemon, row.maximum)
+        await ON_DAEMON[row.name](await serving_process(), row.maximum)
     except UnknownKernel:
         assert row.name == "body"  # it was read
+    other = await serving_process()  # the first may not have noticed yet that its streams ended
     with pytest.raises(AgentdError) as refused:
-        await ON_DAEMON[row.name](daemon, row.maximum + 1)
+        await ON_DAEMON[row.name](other, row.maximum + 1)
     assert refused.value.code == row.answer
 
 

@@ -93,7 +93,9 @@ NEW: Mapping[str, frozenset[str]] = {
             *(f"gateway {w}_node POST {_NODE}/{w} path:node" for w in ("cordon", "uncordon")),
         }
     ),
-    "environment": frozenset({"AGENTD_RUN_DIR", "AGENTD_SLURM_RUN"}),
+    "environment": frozenset(
+        {"AGENTD_RUN_DIR", "AGENTD_SLOTS", "AGENTD_SLURM_RUN", "AGENTD_SLURM_SETTINGS"}
+    ),
     "log_events": frozenset(
         {
             "condition.began",
@@ -134,7 +136,10 @@ NEW: Mapping[str, frozenset[str]] = {
                 for word in ("start", "stop")
                 for argument in ("", " --json", " -o/--output", " name")
             ),
+            "agentctl claim --user",
             "agentctl events --after",
+            "slurm gres --type",
+            "slurm gres --types",
             *(
                 f"agentctl clear{argument}"
                 for argument in ("", " --json", " -o/--output", " device")
@@ -164,6 +169,8 @@ NEW: Mapping[str, frozenset[str]] = {
             f"{document} {name}"
             for document in ("agentd", "gateway")
             for name in (
+                *(f"EngineCondition{member}" for member in ("", " reason", " remedy")),
+                "EngineRequest conditions",
                 "SignalRequest",
                 "SignalRequest signal",
                 "ConditionView",
@@ -194,6 +201,10 @@ NEW_MEMBERS = frozenset(
         "/agentd/main/nodes/NODE/runtime/state str",
         "/agentd/main/known/NODE/rival str",
         "/agentd/main/routes/k1/attempt str",
+        *(
+            f"/files/kernels/{kernel}/identity.json/kernel_id str"
+            for kernel in ("ended", "from-claim", "lives")
+        ),
         "/files/devices.json/devices/is_excluded bool",
         "/files/devices.json/devices/taken_place NoneType",
         "/files/devices.json/devices/needs_clear str",

@@ -34,7 +34,7 @@ SENTENCES: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("services/test_engines.py", "test_unclaimed_process_counts_after_a_while"),
     ),
     "use a device without a claim": (
-        ("services/test_engines.py", "test_process_on_a_partly_held_device_does_not_count"),
+        ("services/test_unclaimed.py", "test_process_on_a_partly_held_device_does_not_count"),
     ),
     "signal another team's process kernels": (
         (TEAMS, "test_kernels_of_teams_run_as_one_user_by_default"),

@@ -111,6 +111,21 @@ async def test_a_damaged_kernel_harms_only_itself_and_is_charged(process_node: C
     await node.check()
 
 
+@pytest.mark.needs("cgroups")
+async def test_identity_of_another_kernel_ends_no_other(process_node: CheckedNode) -> None:
+    node, bundles = process_node, process_node.daemon.folder / "state" / "kernels"
+    for name in ("k1", "k2"):
+        await node.daemon.running(kernel_id=name, slots=ONE)
+    lives = node.live_commands()
+    await node.kill()
+    other = (bundles / "k2" / "identity.json").read_bytes()
+    (bundles / "k1" / "identity.json").write_bytes(other)
+    await node.start()
+    assert (await node.remove("k1")).status == 204
+    assert node.live_commands() == {"k2": lives["k2"]}
+    await node.check()
+
+
 def edited(path: Path, **members: str) -> None:
     """Change the GPU in a record."""
     record = json.loads(path.read_text())

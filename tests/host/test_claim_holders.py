@@ -202,6 +202,27 @@ async def test_cgroup_ends_with_its_last_process(
     assert not holders.is_alive(found)
 
 
+async def test_cgroup_ends_if_it_lives_for_milliseconds(group: Path) -> None:
+    """Linux drops the notification of an end that follows another change within 10 ms."""
+    folders = [group / str(number) for number in range(5)]
+
+    def end(folder: Path, process: subprocess.Popen[bytes]) -> None:
+        process.kill()
+        process.wait()
+        folder.rmdir()
+
+    async with asyncio.timeout(10):
+        for folder in folders:
+            folder.mkdir()
+            process = subprocess.Popen(["sleep", "1000"])
+            (folder / "cgroup.procs").write_text(str(process.pid))
+            ended = asyncio.Event()
+            found = HolderObserver().find_cgroup(f"/{group.name}/{folder.name}", [], [])
+            HolderObserver().watch(found, ended.set)
+            await asyncio.to_thread(end, folder, process)
+            await ended.wait()
+
+
 async def test_no_claim_ends_with_the_cgroup_above_a_container(
     group: Path, child: subprocess.Popen[bytes]
 ) -> None:

@@ -6,6 +6,7 @@ a deadline of milliseconds holds under soak alone.
 
 import asyncio
 import contextlib
+import gzip
 import json
 import os
 import resource
@@ -13,6 +14,7 @@ import socket
 import ssl
 import threading
 import time
+import zlib
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from itertools import islice
@@ -298,6 +300,17 @@ async def test_a_member_that_is_given_twice_is_refused(serving_process: Serving)
     answer = await plain.call("POST", "/v1/agents/agent-1/kernels", data=body)
     assert answer.status == 422
     assert answer.json["errors"] == [{"where": "cpu", "why": "given more than once"}]
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br"])
+async def test_compressed_body_is_not_decompressed(serving_process: Serving, encoding: str) -> None:
+    plain = await serving_process()
+    body = b'{"command": ["true"]}'
+    data = {"gzip": gzip.compress(body), "deflate": zlib.compress(body)}.get(encoding, b"\x0b")
+    headers = {"Content-Encoding": encoding}
+    answer = await plain.call("POST", "/v1/agents/agent-1/kernels", data=data, headers=headers)
+    assert (answer.status, answer.json["code"]) == (422, "InvalidRequest")
+    assert "not JSON" in answer.json["errors"][0]["why"]
 
 
 @pytest.mark.parametrize("name", ["resize", "signal", "stdin-closed", "ping", "pong", "empty"])

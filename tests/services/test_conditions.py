@@ -300,8 +300,10 @@ async def test_holder_of_a_removed_agent_is_a_condition(rig: Rig) -> None:
     assert (condition.about, condition.agents) == ("agent/gone", ("gone",))
     assert "devices are still held by kernel k1" in condition.reason
     rig.state.drop_kernel("k1")
-    rig.state.put_kernel(replace(kernel, agent_id=""))  # as of an unreadable record
-    assert [*agent_conditions(rig.node)] == []
+    rig.state.put_kernel(replace(kernel, agent_id=""))
+    (condition,) = agent_conditions(rig.node)
+    unknown = "the agent is unknown for which devices are held by kernel k1"
+    assert condition == Condition("agent/unknown", unknown, agents=("",))
 
 
 async def test_device_held_by_two_is_a_condition(rig: Rig) -> None:
@@ -321,7 +323,7 @@ async def test_engine_is_a_condition_until_it_is_ready(rig: Rig) -> None:
     engines = AwaitedEngines(rig.devices, rig.memory, "boot-1", {"slurm": "all"})
     (condition,) = engine_conditions(engines)
     assert condition.about == "engine/slurm"
-    engines.set_ready("slurm", is_ready=True)
+    engines.report("slurm", is_ready=True)
     assert [*engine_conditions(engines)] == []
 
 

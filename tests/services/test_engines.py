@@ -1,16 +1,13 @@
 import pytest
-from structlog.testing import capture_logs
 
 from agentd.core.claim.claim import NameHolder
 from agentd.core.conditions import Condition
 from agentd.core.devices import Withholding
-from agentd.core.slots import ONE, SlotKind, SlotType
 from agentd.errors import StateUnavailable, UnknownEngine
 from agentd.plugin_api import Measurement, ProcessUse
-from agentd.services.engines import AwaitedEngines
-from agentd.services.protocols import PluginListing
-from agentd.services.unclaimed import MAX_SHOWN, MIN_USE_S, UnclaimedProcesses
-from core.machines import gpus
+from agentd.services.condition_sources import engine_conditions
+from agentd.services.engines import MAX_REPORTING, AwaitedEngines
+from agentd.services.unclaimed import MIN_USE_S, UnclaimedProcesses
 from services.claims.test_claim_service import kernel, spec
 from services.node import Rig
 from support.fakes import FakeMemory
@@ -27,7 +24,7 @@ async def test_devices_wait_for_an_engine_after_each_boot(rig: Rig) -> None:
     made = engines(rig, store)
     assert rig.free_gpus == 0
     assert not made.statuses()[0].is_ready
-    assert made.set_ready("kubernetes", is_ready=True).is_ready
+    assert made.report("kubernetes", is_ready=True).is_ready
     assert rig.free_gpus == 2
     engines(rig, store)
     assert rig.free_gpus == 2
@@ -41,7 +38,7 @@ async def test_claims_hold_devices_that_wait_for_an_engine(rig: Rig) -> None:
     made = engines(rig, FakeMemory(), "boot-2")
     await rig.claims.create(spec("c2", is_observed=True, devices={"cuda": ("cuda1",)}))
     assert (await rig.service.create(kernel("k1", "c1")))[0].allocation.shares
-    assert made.set_ready("kubernetes", is_ready=True).is_ready
+    assert made.report("kubernetes", is_ready=True).is_ready
     assert rig.free_gpus == 0
 
 
@@ -56,10 +53,36 @@ async def test_readiness_that_is_not_recorded_changes_nothing(rig: Rig) -> None:
     made = engines(rig, store)
     store.is_read_only = True
     with pytest.raises(StateUnavailable):
-        made.set_ready("kubernetes", is_ready=True)
+        made.report("kubernetes", is_ready=True)
     assert rig.free_gpus == 0
     with pytest.raises(UnknownEngine, match="this node has: kubernetes"):
-        made.set_ready("slurm", is_ready=True)
+        made.report("slurm", is_ready=True)
+
+
+async def test_engine_replaces_the_conditions_it_reports(rig: Rig) -> None:
+    made = engines(rig, FakeMemory())
+    first = [Condition("engine/slurm", "no placeholder", "set an account")]
+    status = made.report("slurm", is_ready=False, conditions=first)
+    assert (status.is_ready, status.devices) == (False, {})
+    assert rig.free_gpus == 0
+    assert [*engine_conditions(made)][:1] == first
+    assert made.report("slurm", is_ready=True, conditions=[]).is_ready
+    assert [row.engine for row in made.statuses()] == ["kubernetes", "slurm"]
+    assert [row.about for row in engine_conditions(made)] == ["engine/kubernetes"]
+    assert rig.free_gpus == 0
+    made.report("kubernetes", is_ready=True, conditions=first)
+    made.report("kubernetes", is_ready=True)
+    assert [*engine_conditions(made)] == first
+
+
+async def test_engines_that_report_are_few_and_have_names(rig: Rig) -> None:
+    made = engines(rig, FakeMemory())
+    for number in range(MAX_REPORTING):
+        made.report(f"e{number}", is_ready=True, conditions=[])
+    for name in ("one-more", "a b", ""):
+        with pytest.raises(UnknownEngine):
+            made.report(name, is_ready=True, conditions=[])
+    assert made.report("e0", is_ready=False, conditions=[]).is_ready is False
 
 
 @pytest.mark.parametrize("withholds", [True, False])
@@ -85,32 +108,6 @@ async def test_unclaimed_process_counts_after_a_while(rig: Rig, withholds: bool)
     assert ([*watch.conditions()], rig.free_gpus) == ([], 2)
 
 
-async def test_unclaimed_device_counts_whichever_pid_uses_it(rig: Rig) -> None:
-    watch = UnclaimedProcesses(rig.node, rig.plugins, rig.clock.steady, withholds=False)
-    device = rig.devices.inventory.by_name["cuda"][0]
-    for pid in (17, 18, 19):
-        use = Measurement(device.stable_id, processes=[ProcessUse(pid)])
-        rig.plugins.measured = {"cuda": [use]}
-        watch.scan()
-        rig.now += 6
-    assert watch.pids_by_device == {device.device_id: (19,)}
-
-
-async def test_many_unclaimed_processes_are_counted_not_listed(rig: Rig) -> None:
-    watch = UnclaimedProcesses(rig.node, rig.plugins, rig.clock.steady, withholds=False)
-    device = rig.devices.inventory.by_name["cuda"][0]
-    uses = [ProcessUse(pid) for pid in range(1, 30_001)]
-    rig.plugins.measured = {"cuda": [Measurement(device.stable_id, processes=uses)]}
-    with capture_logs() as logged:
-        for _ in range(2):
-            watch.scan()
-            rig.now += MIN_USE_S
-    (condition,) = watch.conditions()
-    assert condition.reason.endswith("7, 8 and 29992 more without a claim")
-    (line,) = logged
-    assert (line["pids"], line["count"]) == ([*range(1, MAX_SHOWN + 1)], 30_000)
-
-
 async def test_process_on_a_held_device_does_not_count(rig: Rig) -> None:
     watch = UnclaimedProcesses(rig.node, rig.plugins, rig.clock.steady, withholds=True)
     await rig.create(cuda_device=2)
@@ -118,22 +115,6 @@ async def test_process_on_a_held_device_does_not_count(rig: Rig) -> None:
     rig.plugins.measured = {
         "cuda": [Measurement(d.stable_id, processes=[ProcessUse(17)]) for d in devices]
     }
-    for _ in range(2):
-        watch.scan()
-        rig.now += MIN_USE_S
-    assert watch.pids_by_device == {}
-
-
-async def test_process_on_a_partly_held_device_does_not_count() -> None:
-    shares = SlotType("cuda.shares", SlotKind.COUNT, ONE // 100)
-    gpu = PluginListing("cuda", (shares,), tuple(gpus(1, slot="cuda.shares")))
-    rig = Rig(listings=[gpu])
-    await rig.relist()
-    watch = UnclaimedProcesses(rig.node, rig.plugins, rig.clock.steady, withholds=True)
-    await rig.create(cuda_shares="0.01")
-    (device,) = rig.devices.inventory.by_name["cuda"]
-    use = Measurement(device.stable_id, processes=[ProcessUse(17)])
-    rig.plugins.measured = {"cuda": [use]}
     for _ in range(2):
         watch.scan()
         rig.now += MIN_USE_S

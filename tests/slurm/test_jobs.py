@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +13,7 @@ from agentd_slurm.jobs import (
     expand_hosts,
     parse_gpu_indices,
     parse_job,
+    parse_types,
 )
 
 ANSWER = (
@@ -53,10 +56,46 @@ def answer(**changes: str) -> str:
         pytest.param("", set(), id="empty"),
         pytest.param("gpu:2(CNT:2)", None, id="a count without indices"),
         pytest.param("gpu:2", None, id="a bare count"),
+        pytest.param("shard:a100:2(IDX:1),gpu:1(IDX:0)", {0}, id="beside a shard"),
     ],
 )
 def test_indices_of_a_detail(detail: str, wanted: set[int] | None) -> None:
     assert parse_gpu_indices(detail) == wanted
+
+
+@pytest.mark.parametrize(
+    ("detail", "wanted"),
+    [
+        ("shard:2(IDX:1),gpu:1(IDX:0)", {1}),
+        ("shard:a100:2(IDX:1),mps:50(IDX:3)", {1, 3}),
+        ("gpu:1(IDX:0),myshard:1(IDX:1)", set()),
+        ("mps:0(IDX:N/A)", set()),
+        ("shard:2", None),
+    ],
+)
+def test_shared_indices_of_a_detail(detail: str, wanted: set[int] | None) -> None:
+    assert parse_gpu_indices(detail, "shard", "mps") == wanted
+
+
+def test_types_of_a_detail_are_those_of_its_indices() -> None:
+    detail = "gpu:cuda3:2(IDX:0-1),gpu:cuda5:0(IDX:),gpu:1(IDX:7),shard:cuda9:1(IDX:9)"
+    assert parse_types(detail) == {0: "cuda3", 1: "cuda3"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["JobId=" + "9" * 5000 + " JobName=x", "", "(" * 5000, "JobId= JobName=",
+     "JobId=7 JobName=x UserId=a(" + "9" * 5000 + ") GroupId=a(1) MCS_label= Priority=1 Nice=0"],
+)  # fmt: skip
+def test_odd_answers_are_unreadable_or_unclear(text: str) -> None:
+    with pytest.raises(UnreadableAnswer):
+        parse_job(text)
+
+
+@given(st.text(alphabet="gpushardmps:,()[]0123456789-IDX=NA/ "))
+def test_any_detail_is_read_or_unreadable(detail: str) -> None:
+    with contextlib.suppress(UnreadableAnswer):
+        parse_job(answer().replace("gpu:cuda3:1(IDX:3)", detail))
 
 
 @pytest.mark.parametrize(
@@ -83,8 +122,8 @@ def test_host_list_that_is_malformed_is_refused(text: str) -> None:
 def test_job_has_the_gpus_of_each_node() -> None:
     job = parse_job(answer())
     assert job.gpus == {"n1": {3}, "n2": {7}}
-    assert (job.job_id, job.user_id, job.state, job.gpu_type) == (7, 1000, "RUNNING", "cuda3")
-    assert (job.nodes, job.is_on("n2"), job.required_nodes) == (("n1", "n2"), True, "")
+    assert (job.job_id, job.user_id, job.state) == (7, 1000, "RUNNING")
+    assert (job.nodes, job.is_on("n2")) == (("n1", "n2"), True)
 
 
 def test_later_release_and_several_nodes_read_the_same() -> None:
@@ -92,7 +131,6 @@ def test_later_release_and_several_nodes_read_the_same() -> None:
     text = text.replace("   Nodes=n2 CPU_IDs=0 Mem=0 GRES=gpu:cuda3:0(IDX:),gpu:cuda7:1(IDX:7)", "")
     job = parse_job(text.replace("Nodes=n1 CPU", "Nodes=n[1-2] CPU"))
     assert job.gpus == {"n1": {3}, "n2": {3}}
-    assert (job.gpu_type, job.required_nodes) == ("cuda3", "n[1-2]")
 
 
 @pytest.mark.parametrize(
@@ -145,7 +183,7 @@ TEXTS = pytest.mark.parametrize("member", ["name", "label", "command", "comment"
 @pytest.mark.parametrize("lie", LIES)
 def test_texts_of_a_user_change_no_other_field(member: str, lie: str) -> None:
     job, true = parse_job(answer(**{member: lie})), parse_job(answer())
-    for field in ("job_id", "name", "user_id", "state", "required_nodes", "nodes", "gpus"):
+    for field in ("job_id", "name", "user_id", "state", "nodes", "gpus"):
         assert getattr(job, field) == getattr(true, field)
 
 

@@ -287,6 +287,20 @@ def test_a_record_that_could_not_be_dropped_harms_no_later_one(state: StateFolde
     assert state.load_records() == []
 
 
+def test_folder_in_place_of_a_record_is_set_aside(state: StateFolder) -> None:
+    record = state.folder / "records" / "k1.json"
+    record.mkdir(parents=True)
+    state.save_intent("k1", "first")
+    state.save_phase("k1", Phase.LIVE, lambda: "unused")
+    assert state.load_records() == [SavedRecord("k1", Phase.LIVE, "first")]
+    record.unlink()
+    record.mkdir()
+    state.save_record("k1", "second")
+    assert state.load_records() == [SavedRecord("k1", Phase.LIVE, "second")]
+    assert (state.folder / "records" / "k1.json.unreadable").is_dir()
+    assert list(state.conditions()) == []
+
+
 def test_what_could_not_be_written_is_written_later(state: StateFolder) -> None:
     state.save_intent("k1", "{}")
     failpoints.arm("record.before_move=2*error(EROFS)")

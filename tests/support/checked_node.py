@@ -119,9 +119,11 @@ class CheckedNode:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    async def try_call(self, method: str, path: str, body: Any = None) -> Answer:
+    async def try_call(
+        self, method: str, path: str, body: Any = None, *, socket: str = "agentd"
+    ) -> Answer:
         """Call; `NO_ANSWER` where the daemon dies over it."""
-        return await _try(self.daemon.call(method, path, body))
+        return await _try(self.daemon.call(method, path, body, socket=socket))
 
     async def create(self, kernel_id: str, agent: str = "agent-1", **body: Any) -> Answer:
         body.setdefault("slots", {"cuda.device": 1})
@@ -166,10 +168,19 @@ class CheckedNode:
             strays=tuple(self._strays(accounted, processes)),
             divisible=frozenset({"mem/root"}),
             claims={
-                f"claim {claim['claim_id']}": RecordedClaim(claim["agent_id"])
+                f"claim {claim['claim_id']}": RecordedClaim(
+                    claim["agent_id"], self._is_observed(claim["claim_id"])
+                )
                 for claim in await self.daemon.get("/v1/claims")
             },
         )
+
+    def _is_observed(self, claim_id: str) -> bool:
+        """Return whether a claim's record says so; one that cannot be read does not."""
+        with contextlib.suppress(OSError, ValueError):
+            record = self.daemon.folder / "state" / "claims" / f"{claim_id}.json"
+            return bool(json.loads(record.read_text())["observed"])
+        return False
 
     async def check(
         self,

@@ -255,8 +255,11 @@ class Daemon:
         body: Any = None,
         headers: Mapping[str, str] | None = None,
         data: bytes | BytesIO | None = None,
+        *,
+        socket: str = "agentd",
     ) -> Answer:
-        connector = aiohttp.UnixConnector(str(self.folder / "agentd.sock"))
+        """Call on one of the daemon's unix sockets."""
+        connector = aiohttp.UnixConnector(str(self.folder / f"{socket}.sock"))
         async with (
             aiohttp.ClientSession(connector=connector) as session,
             session.request(

@@ -23,6 +23,12 @@ from agentd.host.processes import NO_PROCESS_ERRORS, open_pidfd, read_stat
 from agentd.os_errors import OsErrorKind, os_error_kind
 from agentd.procfs import read_lines, read_uids
 
+_RECHECK_S = 0.1
+"""Seconds from the start or an event to one more check.
+
+Linux defers a notification that follows the last one within 10 ms, and drops it if the cgroup is
+removed meanwhile (`CGROUP_FILE_NOTIFY_MIN_INTV` in kernel/cgroup/cgroup.c).
+"""
 _EDGE_EVENTS = select.EPOLLPRI | select.EPOLLET
 
 
@@ -147,9 +153,15 @@ class HolderObserver:
                 watch.close()
                 on_end()
 
-        loop.add_reader(source.descriptor, check)
+        def check_twice() -> None:
+            checks.pop().cancel()
+            checks.append(loop.call_later(_RECHECK_S, check))
+            check()
+
+        loop.add_reader(source.descriptor, check_twice)
         watch.callback(loop.remove_reader, source.descriptor)
-        watch.callback(loop.call_soon(check).cancel)  # it may have ended before
+        checks: list[asyncio.Handle] = [loop.call_soon(check_twice)]  # it may have ended before
+        watch.callback(lambda: checks.pop().cancel())
         return watch.close
 
     def _open(self, holder: ClaimHolder, stack: ExitStack) -> _EndSource | None:

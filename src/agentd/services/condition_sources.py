@@ -69,16 +69,19 @@ def agent_conditions(node: Node) -> Iterator[Condition]:
     holders_by_agent = group(
         (holding.agent_id, holder_text(holder))
         for holder, holding in node.state.ledger.holdings.items()
-        if holding.agent_id not in ("", *node.devices.split.partitions)
-        and holding.allocation.shares
+        if holding.agent_id not in node.devices.split.partitions and holding.allocation.shares
     )
     for agent, holders in holders_by_agent.items():
         reason = f"agent {agent} was removed from the configuration; devices are still held by"
-        yield Condition(f"agent/{agent}", f"{reason} {', '.join(holders)}", agents=(agent,))
+        if not agent:
+            reason = "the agent is unknown for which devices are held by"
+        about = f"agent/{agent or 'unknown'}"
+        yield Condition(about, f"{reason} {', '.join(holders)}", agents=(agent,))
 
 
 def engine_conditions(engines: AwaitedEngines) -> Iterator[Condition]:
-    """Yield the engines that devices wait for since the boot."""
+    """Yield the engines that devices wait for since the boot, and what engines report."""
+    yield from engines.reported_conditions()
     for engine in engines.statuses():
         if engine.devices and not engine.is_ready:
             reason = f"engine {engine.engine} has not reported since the boot of this node"

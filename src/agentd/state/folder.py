@@ -289,7 +289,7 @@ class StateFolder:
         if self._failed_saves.pop(kernel_id, None):  # of an earlier kernel of that name
             for phase in Phase:
                 with suppress(OSError):
-                    self._record_path(kernel_id, phase).unlink()
+                    _remove(self._record_path(kernel_id, phase))
         self._phases[kernel_id] = Phase.INTENT
         self._write(self._record_path(kernel_id, Phase.INTENT), text.encode(), "intent")
 
@@ -312,7 +312,7 @@ class StateFolder:
             if before is None:
                 raise FileNotFoundError
             hit("record.before_move")
-            self._record_path(kernel_id, before).rename(path)
+            _replace(self._record_path(kernel_id, before), path)
             hit("record.after_move")
         except FileNotFoundError:
             self._write(path, text().encode(), "record")
@@ -476,7 +476,7 @@ class StateFolder:
                 self._create_folders()
                 _write_new_file(temporary, content, is_lasting=is_lasting, mode=mode)
             hit(f"{step}.before_replace")
-            temporary.replace(path)
+            _replace(temporary, path)
             if is_lasting:
                 _sync_folder(path.parent)
             hit(f"{step}.after_replace")
@@ -536,6 +536,19 @@ def _read(path: Path) -> bytes:
         UnusableFile: it is not a regular file, too large, or cannot be read.
     """
     return read_regular(path, follows_links=False).content
+
+
+def _replace(source: Path, path: Path) -> None:
+    """Move a file to a path; a folder in its place is set aside.
+
+    Raises:
+        OSError: it is not there.
+    """
+    try:
+        source.replace(path)
+    except IsADirectoryError:
+        _remove(path)
+        source.replace(path)
 
 
 def _remove(path: Path) -> None:

@@ -28,7 +28,13 @@ class ConnectionHandler(web.RequestHandler):
 
     def __init__(self, server: web.Server, connection: Connection) -> None:
         loop = asyncio.get_running_loop()
-        super().__init__(server, loop=loop, keepalive_timeout=KEEP_ALIVE_S, logger=_disabled_log)
+        super().__init__(
+            server,
+            loop=loop,
+            keepalive_timeout=KEEP_ALIVE_S,
+            logger=_disabled_log,
+            auto_decompress=False,  # a small compressed body can be of any size
+        )
         self.connection = connection
 
     def handle_error(

@@ -24,6 +24,7 @@ from agentd.core.kernel.record import LAST_SECOND, RecordError, parse_time, requ
 from agentd.core.kernel.states import Ending
 from agentd.host.processes import Proc
 from agentd.runtimes.host.private_folder import (
+    TRASH,
     PrivateFolder,
     Unreadable,
     errors_as_unreadable,
@@ -42,7 +43,10 @@ Timestamp = Annotated[float, msgspec.Meta(ge=0, le=LAST_SECOND)]
 
 
 class ShimIdentity(msgspec.Struct, frozen=True):
-    """The content of identity.json: the kernel's command, the shim, and the boot."""
+    """The content of identity.json: the kernel's command, the shim, and the boot.
+
+    Without `kernel_id` it is of an earlier version.
+    """
 
     pid: Pid
     start_time: int
@@ -51,6 +55,7 @@ class ShimIdentity(msgspec.Struct, frozen=True):
     shim_start_time: int
     has_cgroup: bool
     started_at: Timestamp
+    kernel_id: str = ""
 
     @property
     def leader(self) -> Proc:
@@ -122,8 +127,10 @@ class Bundle(PrivateFolder, frozen=True):
         return require_record(self.read_strict(RECORD))
 
     def read_identity(self) -> ShimIdentity | None:
-        """Return the identity of the kernel, None if it is missing or unreadable."""
-        return self.read_json(IDENTITY, ShimIdentity)
+        """Return the identity of the kernel, None if it is missing, unreadable or another's."""
+        identity = self.read_json(IDENTITY, ShimIdentity)
+        kernel_id = self.path.name.removeprefix(TRASH)
+        return identity if identity and identity.kernel_id in ("", kernel_id) else None
 
     def read_ending(self) -> Ending | None:
         """Return how the kernel ended, None if that is missing or damaged.

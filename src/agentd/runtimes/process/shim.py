@@ -134,6 +134,7 @@ def describe_identity(request: dict[str, Any], pid: int) -> dict[str, Any]:
         "shim_start_time": start_time(os.getpid()),
         "has_cgroup": bool(request["cgroup_procs"]),
         "started_at": time.time(),
+        "kernel_id": os.path.basename(request["folder"]),
     }
 
 
