@@ -1,0 +1,163 @@
+"""Settings and habits of sites, and what users' modules set: from public reports of GPU sites."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+from pathlib import Path
+
+from support.other_users import ADA, home_of
+from support.slurm_howto import PAGE
+from support.slurm_nodes import NodesOf, SlurmNodes
+
+GPU = {"cuda.device": "1"}
+
+
+def write_script(file: Path, *lines: str) -> None:
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("\n".join(["#!/bin/sh", *lines]) + "\n")
+    file.chmod(0o755)
+
+
+def until_it_runs(nodes: SlurmNodes, job: str) -> None:
+    """Wait until a job's script sleeps, so that its task prolog is over."""
+    nodes.cluster.until(lambda: "sleep" in names(nodes, job), f"job {job} does not run")
+
+
+def names(nodes: SlurmNodes, job: str) -> list[str]:
+    found = []
+    for pid in nodes.cluster.processes(job):
+        with contextlib.suppress(OSError):
+            found.append(Path(f"/proc/{pid}/comm").read_text().strip())
+    return found
+
+
+async def test_hooks_run_after_all_others_of_a_folder(slurm: NodesOf) -> None:
+    """Slurm runs the scripts of a folder from z to a and from 9 to 0."""
+    nodes = await slurm(gpu_count=2)
+    order = nodes.folder / "order"
+    for kind in ("prolog", "epilog"):
+        folder = nodes.folder / f"{kind}.d"
+        for name in ("00-health", "50-gpu", "zz-last"):
+            write_script(folder / name, f"echo {kind} {name} >>{order}")
+        (link,) = re.findall(rf"agentd-slurm-{kind} /etc/slurm/{kind}\.d/(\S+)", PAGE)
+        write_script(folder / link, f"echo {kind} agentd >>{order}", f"exec {nodes.folder}/{kind}")
+    nodes.configure_slurm(f"Prolog={nodes.folder}/prolog.d/*\nEpilog={nodes.folder}/epilog.d/*")
+    job = nodes.cluster.submit("--gres=gpu:1")
+    await nodes.until_claims({f"slurm-{job}": ["cuda0"]})
+    nodes.cluster.run("scancel", job)
+    nodes.cluster.until_idle()
+    assert await nodes.claims() == {}
+    ran = [line.split() for line in order.read_text().splitlines()]
+    for kind in ("prolog", "epilog"):
+        assert [name for k, name in ran if k == kind][3:] == ["agentd"], ran
+
+
+async def test_output_of_a_job_has_no_lines_of_hooks(slurm: NodesOf) -> None:
+    """A map that users cannot read is no reason to write into what their programs print."""
+    nodes = await slurm(gpu_count=2)
+    nodes.map_file(nodes.node).chmod(0o600)
+    output = home_of(nodes.cluster.folder / "users", ADA) / "printed"
+    options = ("--gres=gpu:1", f"--output={output}", "--error=/dev/null")
+    job = nodes.cluster.submit(*options, script="srun --overlap echo step", user=ADA)
+    nodes.cluster.until_state(job, "COMPLETED")
+    assert output.read_text() == "step\n"
+
+
+async def test_task_of_an_inner_job_has_no_claim_of_an_outer_one(slurm: NodesOf) -> None:
+    nodes = await slurm(gpu_count=2)
+    home = home_of(nodes.cluster.folder / "users", ADA)
+    submit = f"sbatch --output={home}/inner-%j --wrap 'env; echo end'"
+    script = f"srun --overlap env >{home}/step; {submit}; {submit} --gres=gpu:1; sleep 1000"
+    outer = nodes.cluster.submit("--gres=gpu:1", script=script, user=ADA)
+    assert outer == "1"
+    own = {"1": ["AGENTD_AGENT=slurm", "AGENTD_CLAIM=slurm-1"], "2": []}
+    own["3"] = ["AGENTD_AGENT=slurm", "AGENTD_CLAIM=slurm-3"]
+    for job in ("2", "3"):
+        nodes.cluster.until_state(job, "COMPLETED")
+    files = {"1": home / "step", "2": home / "inner-2", "3": home / "inner-3"}
+    for job, file in files.items():
+        named = re.findall(r"^AGENTD_(?:AGENT|CLAIM)=.*$", file.read_text(), re.MULTILINE)
+        assert sorted(named) == own[job], job
+
+
+async def test_modules_of_a_user_do_not_lead_the_task_prolog(slurm: NodesOf) -> None:
+    """They set SLURM_CLUSTERS, and bring a scontrol of another cluster or version."""
+    nodes = await slurm(gpu_count=2)
+    home = home_of(nodes.cluster.folder / "users", ADA)
+    write_script(nodes.folder / "module/scontrol", "exit 1")
+    path = f"PATH={nodes.folder}/module:$PATH"
+    for own, exported in ((path, "ALL"), ("", "ALL,SLURM_CLUSTERS=other")):
+        goes = home / "goes"
+        goes.unlink(missing_ok=True)
+        step = f"{own} srun --overlap --export={exported} touch {home}/ran"
+        script = f"while ! [ -e {goes} ]; do sleep 0.1; done; {step}; sleep 1000"
+        job = nodes.cluster.submit("--gres=gpu:cuda0:1", script=script, user=ADA)
+        until_it_runs(nodes, job)
+        assert (await nodes.daemon.call("DELETE", f"/v1/claims/slurm-{job}")).status == 204
+        goes.touch()
+        nodes.cluster.until_requeued(job)
+        assert not (home / "ran").exists(), step
+        nodes.cluster.run("scancel", job)
+        nodes.cluster.until_idle()
+
+
+async def test_gpu_that_an_ended_job_holds_is_blocked(slurm: NodesOf) -> None:
+    """Slurm has the GPU free, so each next job would be sent back."""
+    nodes = await slurm(gpu_count=2)
+    cluster = nodes.cluster
+    job = cluster.submit("--gres=gpu:cuda0:1", script="sleep 1000 & sleep 1000")
+    cluster.until(lambda: names(nodes, job).count("sleep") == 2, "the job does not run")
+    for pid in cluster.processes(job):
+        if Path(f"/proc/{pid}/comm").read_text().startswith("slurmstepd"):
+            os.kill(pid, signal.SIGKILL)
+    cluster.run("scancel", job)
+    cluster.until_idle()
+    orphans = cluster.processes(job)
+    assert orphans, "Slurm ended the orphans"
+    nodes.sync_once()
+    words = ("squeue", "-h", "--name=agentd", "--states=RUNNING", "-o", "%b %k")
+    blocked = f"gres:gpu:cuda0:1 agentd:slurm-{job}\n"
+    cluster.until(lambda: cluster.run(*words) == blocked, "the GPU is not blocked")
+    next_job = cluster.submit("--gres=gpu:1")
+    await nodes.until_claims({f"slurm-{job}": ["cuda0"], f"slurm-{next_job}": ["cuda1"]})
+    for pid in orphans:
+        os.kill(pid, signal.SIGKILL)
+    cluster.until(lambda: not cluster.processes(job), "an orphan is left")
+    nodes.sync_once()
+    nodes.sync_once()
+    cluster.until(lambda: cluster.run(*words) == "", "the GPU stays blocked")
+    assert await nodes.claims() == {f"slurm-{next_job}": ["cuda1"]}
+
+
+async def test_placeholder_that_the_site_changes_is_told(slurm: NodesOf) -> None:
+    """By job_submit.lua, for one: it is not made again at each look."""
+    nodes = await slurm(gpu_count=2)
+    lua = nodes.cluster.folder / "etc/job_submit.lua"
+    changes = "job.tres_per_node = 'gres:gpu:1'; return slurm.SUCCESS"
+    lua.write_text(
+        f"function slurm_job_submit(job, parts, uid) {changes} end\n"
+        "function slurm_job_modify(job, row, parts, uid) return slurm.SUCCESS end\n"
+        "return slurm.SUCCESS\n"
+    )
+    nodes.configure_slurm("JobSubmitPlugins=lua")
+    await nodes.daemon.running("notebooks", slots=GPU, devices={"cuda": ["cuda1"]})
+    nodes.start_sync(nodes.node)
+    job = int(nodes.cluster.submit("--hold"))
+
+    async def told() -> list[str]:
+        rows = (await nodes.daemon.get("/v1/node"))["conditions"]
+        return [row["reason"] for row in rows if row["about"] == "engine/slurm"]
+
+    await until_told(told, "gpu:1")
+    assert int(nodes.cluster.submit("--hold")) - job < 8
+
+
+async def until_told(told, text):  # noqa: ANN001, ANN201
+    import asyncio
+
+    async with asyncio.timeout(40):
+        while not any(text in reason for reason in await told()):
+            await asyncio.sleep(0.2)
