@@ -12,6 +12,7 @@ import io
 import itertools
 import json
 import os
+import pwd
 import re
 import secrets
 import signal
@@ -223,6 +224,7 @@ def effects_of(
 ) -> Effects:
     """Run a command on files of its own, with stand-ins for what it would reach."""
     recorder = Recorder()
+    claim_module = importlib.import_module("agentd.cli.agentctl.claim")
     stand_ins: list[tuple[Any, str, Any]] = [
         (
             Client,
@@ -236,6 +238,8 @@ def effects_of(
             "_serve",
             recorder.async_recorder("ui"),
         ),
+        (claim_module, "_find_account", lambda _: pwd.getpwuid(0)),
+        (claim_module, "_become", lambda account, env: {**env, "USER": account.pw_name}),
         (os, "execvpe", recorder.function("execvpe")),
         (os, "execv", recorder.join),
         (time, "sleep", recorder.function("sleep")),
@@ -276,6 +280,8 @@ OPTIONS: dict[str, Sequence[str]] = {
     "agentctl token create --role": ("--file", "t1"),
     "agentctl token create --gateway": ("--file", "t1"),
     "agentctl token revoke": CONFIG,
+    "agentctl slurm gres --types": ("--json",),
+    "agentctl slurm gres --type": ("--json",),
 }
 """Options of both runs, by command, or by command and parameter."""
 STATUSES = {
@@ -283,6 +289,7 @@ STATUSES = {
     "agentctl fleet nodes forget": 1,  # not confirmed
     "agentctl events": 1,  # it resumes
     "agentctl slurm gres": 1,  # the device has no file
+    "agentctl slurm gres --types": 0, "agentctl slurm gres --type": 0,  # the map has none
     "agentctl token create --role": 2, "agentctl token create --gateway": 2,  # no --agent
     "agentd config init": 1,  # the file exists
     "agentd": 2, "agentd-fleet": 2,  # no subcommand
@@ -346,11 +353,18 @@ PAIRS_WITHOUT_EFFECT = {
     ("--role", "--gateway"): "the role of a gateway is admin; any other is refused",
     ("--agent", "--json"): "the node of the test does not have the agent",
     ("--agent", "--files"): "the same",
+    ("--agent", "--types"): "the same",
+    ("--agent", "--type"): "the same",
     ("--json", "--files"): "the map names no files",
+    ("--types", "--files"): "the same",
+    ("--type", "--files"): "the same",
+    ("--types", "--json"): "the command of the test has it already",
+    ("--type", "--json"): "the same",
     ("--id", "--scope"): "the command runs again in its scope, with all of its words",
     ("-s", "--scope"): "the same",
     ("--device", "--scope"): "the same",
     ("--label", "--scope"): "the same",
+    ("--scope", "--user"): "the same",
     **{(one, other): "one of them is the format" for one in FORMATS for other in FORMATS},
 }
 """Pairs of options where one has no effect beside the other, and why."""

@@ -218,6 +218,10 @@ async def test_a_kept_claim_serves_several_kernels(node: Daemon) -> None:
     assert problem(await node.call("DELETE", "/v1/claims/c1")) == (409, "ClaimConflict")
     third = await node.create(kernel_id="k3", claim="c1", keep_claim=True, slots=ONE)
     assert problem(third) == (409, "InsufficientResource")
+    for slots in ({}, {"cpu": 0, "cuda.device": 0}):
+        fourth = await node.create(kernel_id="k4", claim="c1", keep_claim=True, slots=slots)
+        assert problem(fourth) == (409, "InsufficientResource")
+        assert "nothing is left of claim c1 (its kernels: k1, k2)" in fourth.json["detail"]
     assert problem(await node.create(kernel_id="k3", claim="c1")) == (409, "ClaimConflict")
     await node.stop(signal.SIGKILL)
     await node.start()

@@ -1,6 +1,7 @@
 """Claims of several callers: what each may name, see and take over."""
 
 import os
+import pwd
 import subprocess
 import sys
 from pathlib import Path
@@ -25,8 +26,8 @@ agents = ["agent-2"]
 USER = 4711
 SCRIPT = """
 import http.client, json, os, socket, sys
-path, method, target, body = sys.argv[1:]
-os.setuid(4711)
+path, method, target, body, user = sys.argv[1:]
+os.setuid(int(user))
 connection = http.client.HTTPConnection("agentd")
 connection.sock = socket.socket(socket.AF_UNIX)
 connection.sock.connect(path)
@@ -51,9 +52,10 @@ async def claim(node: Daemon, role: str, claim_id: str, agent="agent-1", **body:
     return await call(node, role, "POST", f"/v1/agents/{agent}/claims", content)
 
 
-def as_user(node: Daemon, method: str, path: str, body: str = "{}") -> str:
+def as_user(node: Daemon, method: str, path: str, body: str = "{}", user: int = USER) -> str:
     """Call as another user on the socket of the first team."""
     words = [sys.executable, "-c", SCRIPT, str(node.folder / "a.sock"), method, path, body]
+    words.append(str(user))
     return subprocess.run(words, capture_output=True, check=True, text=True).stdout.strip()
 
 
@@ -159,3 +161,46 @@ async def test_kernel_of_an_owned_claim_is_its_user_s(node: Daemon) -> None:
     assert (await node.get(other))["state"] == "running"
     assert as_user(node, "DELETE", f"{mine}?timeout=0") == "204"
     assert (await call(node, "agentd", "DELETE", f"{other}?timeout=0")).status == 204
+
+
+AGENTCTL = Path(sys.executable).parent / "agentctl"
+SHOW = "id -u; id -ru; id -G; pwd; echo $HOME $USER $LOGNAME $SHELL $XDG_DATA_HOME; exec sleep 1000"
+
+
+def claim_for(node: Daemon, user: str, folder: Path) -> subprocess.Popen[str]:
+    words = [AGENTCTL, "--socket", node.folder / "agentd.sock", "claim", "agent-1", "--id=c1"]
+    words += [f"--user={user}", "-s", "cuda.device=1", "--", "sh", "-c", SHOW]
+    env = {**os.environ, "XDG_DATA_HOME": "/root/.local/share"}
+    return subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder, env=env
+    )
+
+
+@pytest.mark.needs("root")
+@pytest.mark.parametrize("may_enter", [True, False])
+async def test_command_of_a_claim_runs_as_its_user(
+    node: Daemon, tmp_path: Path, *, may_enter: bool
+) -> None:
+    tmp_path.chmod(0o700)
+    account = pwd.getpwnam("www-data")
+    home = account.pw_dir if Path(account.pw_dir).is_dir() else "/"
+    with claim_for(node, "www-data", Path("/usr") if may_enter else tmp_path) as command:
+        try:
+            lines = [command.stdout.readline().split() for _ in range(5)]
+            assert lines[:2] == [[str(account.pw_uid)]] * 2, command.stderr.read()
+            groups = os.getgrouplist("www-data", account.pw_gid)
+            assert sorted(map(int, lines[2])) == sorted(groups)
+            assert lines[3] == ["/usr" if may_enter else home]
+            assert lines[4] == [account.pw_dir, "www-data", "www-data", account.pw_shell]
+            assert as_user(node, "DELETE", "/v1/claims/c1") == "404 UnknownClaim"
+            assert as_user(node, "DELETE", "/v1/claims/c1", user=account.pw_uid) == "204"
+        finally:
+            command.kill()
+
+
+@pytest.mark.needs("root")
+async def test_claim_for_an_unknown_user_claims_nothing(node: Daemon, tmp_path: Path) -> None:
+    with claim_for(node, "no-such-user", tmp_path) as command:
+        assert command.communicate(timeout=60) == ("", "Error: unknown user 'no-such-user'\n")
+    assert command.returncode == 1
+    assert await node.get("/v1/claims") == []

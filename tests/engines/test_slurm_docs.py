@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+from pathlib import Path
 
 from support.daemon import gpus
 from support.slurm_cluster import gres_lines, make_device
@@ -27,6 +28,8 @@ async def test_page_switches_one_node_on_and_off(slurm: NodesOf) -> None:
     cluster, reader = nodes.cluster, Reader(nodes)
     _, printed = reader.types()
     give_gres(nodes, here(printed, nodes))
+    cluster.partitions |= {"main": f"Nodes={cluster.nodes[1]} Default=YES"}
+    cluster.partitions |= {"gpu": f"Nodes={cluster.nodes[0]}"}
     reader.types(*cluster.nodes)
     reader.types()
     nodes.configure_slurm(here(the_block("ini"), nodes))
@@ -41,6 +44,7 @@ async def test_page_switches_one_node_on_and_off(slurm: NodesOf) -> None:
     runs_without_agentd(nodes, cluster.nodes[1])
     cluster.run("scancel", job)
     await nodes.until_claims({})
+    await jobs_of_several_parts_claim_each(nodes)
 
     reader.types()
     cluster.until(lambda: not cluster.run("squeue", "-h"), "a job is left")
@@ -57,20 +61,41 @@ async def test_page_switches_one_node_on_and_off(slurm: NodesOf) -> None:
     assert await nodes.claims() == {}
 
 
+async def jobs_of_several_parts_claim_each(nodes: SlurmNodes) -> None:
+    """Run an array and a heterogeneous job in the partition of the GPU node."""
+    cluster, gpu = nodes.cluster, "--gres=gpu:simulated"
+    part = "--partition=gpu"
+    array = cluster.submit(part, "--array=0-1", f"{gpu}:2")
+    tasks = [cluster.until_state(f"{array}_{task}", "RUNNING")["JobId"] for task in (0, 1)]
+    of_tasks = zip(tasks, (["cuda0", "cuda1"], ["cuda2", "cuda3"]), strict=True)
+    await nodes.until_claims({f"slurm-{task}": devices for task, devices in of_tasks})
+    cluster.run("scancel", array)
+    await nodes.until_claims({})
+    script = nodes.folder / "two-components.sh"
+    script.write_text("#!/bin/sh\nsleep 1000\n")
+    words = ["sbatch", "--parsable", "--output=/dev/null", "-n1", ":", part, "-n1", f"{gpu}:3"]
+    leader = cluster.run(*words, script).strip()  # its components are on nodes of their own
+    await nodes.until_claims({f"slurm-{int(leader) + 1}": ["cuda0", "cuda1", "cuda2"]})
+    cluster.run("scancel", leader)
+    await nodes.until_claims({})
+
+
 def give_gres(nodes: SlurmNodes, printed: str) -> None:
     """Copy what `agentctl slurm gres` prints for the first node; the second has GPUs too."""
-    lines = re.findall(r"^Name=gpu .*$", printed, re.MULTILINE)
-    types = [re.findall(r"Type=(\S+)", line)[0] for line in lines]
-    assert types == ["cuda0", "cuda1", "cuda2", "cuda3"]
-    first, second = nodes.cluster.nodes
-    for name in types:
-        make_device(nodes.folder / first / "dev" / name)
+    (line,) = re.findall(r"^Name=gpu .*$", printed, re.MULTILINE)
     (gres,) = re.findall(r"^Gres=.*$", printed, re.MULTILINE)
-    nodes.cluster.gres[first] = ("\n".join(lines), gres)
+    first, second = nodes.cluster.nodes
+    files = [f"{nodes.cluster.own}/dev/cuda{number}" for number in range(4)]
+    assert line == f"Name=gpu Type=simulated File={','.join(files)}"
+    for file in files:
+        make_device(nodes.folder / first / "dev" / Path(file).name)
+    nodes.cluster.gres[first] = (line, gres)
     nodes.cluster.gres[second] = gres_lines(nodes.folder / second / "dev", ["a100-0", "a100-1"])
 
 
 def runs_without_agentd(nodes: SlurmNodes, node: str) -> None:
     """Run a job with a GPU to its end on a node that is not switched on."""
-    job = nodes.cluster.submit("--gres=gpu:1", f"--nodelist={node}", script="true")
+    partition = "gpu" if node == nodes.node else "main"
+    words = [f"--partition={partition}", "--gres=gpu:1", f"--nodelist={node}"]
+    job = nodes.cluster.submit(*words, script="true")
     nodes.cluster.until_state(job, "COMPLETED")

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentd_slurm.cli import gres
+from agentd_slurm.decisions.doctor import check_gres
 from agentd_slurm.gres import (
     NoGres,
     choose_agent,
@@ -18,6 +19,7 @@ from agentd_slurm.gres import (
     gpus_of,
     gres_conf,
     gres_map,
+    model_types,
     node_gres,
 )
 from agentd_slurm.gres_map import GresDevice, GresMap, UnusableMap, parse_map, read_map
@@ -34,6 +36,9 @@ def device(device_id: str, name: str = "cuda", **members: Any) -> dict[str, Any]
         "reason": "",
         "agents": ["slurm"],
         "state": "ok",
+        "model": "NVIDIA A100-SXM4-40GB",
+        "numa_node": None,
+        "slot": f"{name}.device",
         **members,
     }
 
@@ -54,6 +59,85 @@ def test_gres_lists_devices_in_natural_order() -> None:
             "1": {"id": "cuda10", "stable_id": "GPU-cuda10"},
         },
     }
+
+
+@pytest.mark.parametrize(
+    ("model", "gres_type"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "a100"),
+        ("NVIDIA A100 80GB PCIe", "a100"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA L40S", "l40s"),
+        ("Tesla V100-SXM2-32GB", "v100"),
+        ("Tesla T4", "t4"),
+        ("NVIDIA RTX A6000", "a6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx6000"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtxpro6000"),
+        ("NVIDIA GeForce RTX 3090", "rtx3090"),
+        ("NVIDIA GeForce RTX 2080 Ti", "rtx2080ti"),
+        ("NVIDIA TITAN V", "titanv"),
+        ("AMD Instinct MI250X / MI250", "mi250x"),
+        ("AMD Radeon PRO W6800", "w6800"),
+        ("TPU v5e", "v5e"),
+        ("0x740c", "cuda"),
+        ("", "cuda"),
+    ],
+)
+def test_type_of_a_model_is_the_name_sites_use(model: str, gres_type: str) -> None:
+    assert model_types([device("cuda0", model=model)]) == {"cuda0": gres_type}
+
+
+def test_type_of_an_instance_has_its_profile() -> None:
+    instance = device("cuda0:1", slot="cuda.device:1g.10gb.me-mig")
+    assert model_types([instance]) == {"cuda0:1": "a100_1g.10gb.me"}
+
+
+def test_gres_has_a_line_for_each_model_and_its_cores() -> None:
+    """The lines of a model stand together: Slurm counts type by type."""
+    rows = [
+        device("cuda0", files=["/dev/nvidia3"], model="V100", numa_node=0),
+        device("cuda1", files=["/dev/nvidia1"], numa_node=1),
+        device("cuda2", files=["/dev/nvidia0"], numa_node=1),
+        device("cuda3", files=["/dev/nvidia2"], model="V100", numa_node=0),
+        device("cuda10", files=["/dev/nvidia4"], numa_node=0),
+        device("cuda11", files=["/dev/nvidia5"], numa_node=1),
+    ]
+    mapped = gres_map("slurm", rows, model_types(rows))
+    near = {row["stable_id"]: ["0-7", "8-15"][row["numa_node"]] for row in rows}
+    assert gres_conf(mapped, files_of(rows), near) == [
+        "Name=gpu Type=v100 File=/dev/nvidia3,/dev/nvidia2 Cores=0-7",
+        "Name=gpu Type=a100 File=/dev/nvidia1,/dev/nvidia0 Cores=8-15",
+        "Name=gpu Type=a100 File=/dev/nvidia4 Cores=0-7",
+        "Name=gpu Type=a100 File=/dev/nvidia5 Cores=8-15",
+    ]
+    assert node_gres(mapped) == "Gres=gpu:v100:2,gpu:a100:4"
+    order = ["cuda0", "cuda3", "cuda1", "cuda2", "cuda10", "cuda11"]
+    assert [one.device_id for one in mapped.devices.values()] == order
+    assert [one.gres_type for one in mapped.devices.values()] == ["v100"] * 2 + ["a100"] * 4
+
+
+def test_doctor_compares_the_order_of_the_types() -> None:
+    rows = [device("cuda0"), device("cuda1", model="V100"), device("cuda2")]
+    mapped = gres_map("slurm", rows, model_types(rows))
+    assert check_gres(mapped, "gpu:a100:2(S:0-1),gpu:v100:1(S:1)").passed
+    for wrong in ("gpu:v100:1,gpu:a100:2", "gpu:a100:2", "gpu:a100:1,gpu:v100:1", "(null)"):
+        assert not check_gres(mapped, wrong).passed
+
+
+def test_site_names_types_itself() -> None:
+    rows = [device("cuda0"), device("cuda1"), device("cuda2", model="NVIDIA A100 80GB PCIe")]
+    assert set(model_types(rows, ["gpu"]).values()) == {"gpu"}
+    named = {"cuda0": "a100", "cuda1": "a100", "cuda2": "a100-80"}
+    assert model_types(rows, ["a100-80=cuda2"]) == named
+    with pytest.raises(NoGres, match=r"A100-SXM4-40GB and NVIDIA A100 80GB PCIe .* --type"):
+        model_types(rows)
+
+
+@pytest.mark.parametrize("text", ["", "8", "a:b", "a b", "=cuda0", "a=cuda9", "a=cuda0,"])
+def test_type_that_slurm_or_the_agent_lacks_is_refused(text: str) -> None:
+    with pytest.raises(NoGres, match="invalid --type"):
+        model_types([device("cuda0")], [text])
 
 
 def test_type_has_no_character_that_slurm_refuses() -> None:
@@ -100,12 +184,24 @@ def test_gres_refuses_devices_without_files_of_their_own() -> None:
     assert files_of(rows, "/x") == stand_ins
 
 
+def test_gres_command_types_shared_devices_one_by_one() -> None:
+    client = SimpleNamespace(
+        agents=lambda: [{"agent_id": "slurm"}, {"agent_id": "team"}],
+        devices=lambda: [device("cuda0", files=["/dev/a"], agents=["slurm", "team"])],
+        whoami=lambda: {"role": "admin"},
+    )
+    result = CliRunner().invoke(gres, ["--agent=slurm"], obj=client)
+    assert "Name=gpu Type=cuda0 File=/dev/a\n" in result.output, result.output
+
+
 @pytest.mark.parametrize(
     ("role", "files", "options", "status", "text"),
     [
-        ("admin", ["/dev/npu0"], [], 0, "Name=gpu Type=npu0 File=/dev/npu0"),
+        ("admin", ["/dev/npu0"], [], 0, "Name=gpu Type=a100 File=/dev/npu0\n"),
+        ("admin", ["/dev/npu0"], ["--types=device"], 0, "Name=gpu Type=npu0 File=/dev/npu0\n"),
+        ("admin", ["/dev/npu0"], ["--type=big"], 0, "Name=gpu Type=big File=/dev/npu0\n"),
         ("admin", [], [], 1, "Error: no device file of its own: npu0"),
-        ("admin", [], ["--files", "/x"], 0, "/x/npu0 is missing; create it"),
+        ("admin", [], ["--files", "/x"], 0, "rm -f /x/npu0; mknod -m 666 /x/npu0 c 4095 0"),
         ("admin", [], ["--json"], 0, '"stable_id": "GPU-npu0"'),
         ("read", [], [], 1, "role read cannot list device files (required: admin)"),
         ("read", [], ["--json"], 0, '"stable_id": "GPU-npu0"'),
@@ -139,6 +235,15 @@ def test_gres_refuses_files_that_it_cannot_name(file: str) -> None:
         ('{"agent": "a", "devices": {"x": {}}}', "invalid index: got 'x'"),
         ('{"agent": "a", "devices": {"01": {}}}', "invalid index: got '01'"),
         ('{"agent": "a", "devices": {"0": {"id": "cuda0"}}}', "invalid device 0"),
+        ('{"agent": "a", "devices": {"0": {"id": "c", "stable_id": "\\ud800"}}}', "device 0"),
+        ('{"agent": "a", "devices": {"0": {"id": "c", "stable_id": "s", "type": ""}}}', "device 0"),
+        (
+            '{"agent": "a", "devices": {"0": {"id": "c", "stable_id": "s", "type": "a:b"}}}',
+            "0: got",
+        ),
+        ('{"agent": "a", "devices": {"0": ' + "[" * 900 + "]" * 900 + "}}", "invalid device 0"),
+        ('{"agent": "a", "devices": {"' + "9" * 5000 + '": {}}}', "invalid index"),
+        ("[" * 100_000, "invalid JSON"),
     ],
 )
 def test_map_that_is_malformed_is_refused(text: str, reason: str) -> None:
@@ -157,9 +262,17 @@ def test_map_begins_with_a_byte_order_mark(tmp_path: Path) -> None:
     assert read_map(tmp_path / "map.json") == mapped
 
 
+def test_map_without_types_names_each_device_by_its_id() -> None:
+    entries = {"0": {"id": "cuda0:1", "stable_id": "x"}, "1": {"id": "c", "stable_id": "y"}}
+    entries["1"]["type"] = "a100"
+    mapped = parse_map(json.dumps({"agent": "slurm", "devices": entries}))
+    assert [device.gres_type for device in mapped.devices.values()] == ["cuda0_1", "a100"]
+    assert mapped.as_json()["devices"] == entries
+
+
 @given(st.lists(st.from_regex(r"cuda[0-9]{1,3}", fullmatch=True), unique=True))
 def test_map_is_read_back_in_its_order(ids: list[str]) -> None:
-    mapped = GresMap.of("slurm", [GresDevice(name, f"GPU-{name}") for name in ids])
+    mapped = GresMap.of("slurm", [GresDevice(name, f"GPU-{name}", "a100") for name in ids])
     assert parse_map(json.dumps(mapped.as_json())) == mapped
     numbers = [int(entry.device_id.removeprefix("cuda")) for entry in mapped.devices.values()]
     assert numbers == sorted(numbers)

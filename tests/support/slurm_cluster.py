@@ -72,6 +72,8 @@ class SlurmCluster:
         self.nodes = [f"n{number}-{mark}" for number in range(1, nodes + 1)]
         self.extra: dict[str, str] = {}
         self.gres: dict[str, tuple[str, str]] = {}
+        self.constrains_devices = "no"
+        self.partitions = {"main": "Nodes=ALL Default=YES MaxTime=INFINITE State=UP"}
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         self._namespace: subprocess.Popen[bytes] | None = None
         self.folders: dict[str, Path] = {}
@@ -102,7 +104,7 @@ class SlurmCluster:
             gres = self.gres.get(node, ("", ""))[1]
             where = f"NodeAddr={ADDRESS} Port={18001 + number} NodeHostname={socket.gethostname()}"
             lines.append(f"NodeName={node} {where} CPUs=16 {gres} State=UNKNOWN")
-        lines.append("PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP")
+        lines += (f"PartitionName={name} {text}" for name, text in self.partitions.items())
         (etc / "slurm.conf").write_text("\n".join(lines) + "\n")
         (etc / "gres.conf").write_text(
             "".join(
@@ -111,7 +113,9 @@ class SlurmCluster:
                 for line in text.splitlines()
             )
         )
-        (etc / "cgroup.conf").write_text("CgroupAutomount=no\nConstrainDevices=no\n")
+        (etc / "cgroup.conf").write_text(
+            f"CgroupAutomount=no\nConstrainDevices={self.constrains_devices}\n"
+        )
 
     def start(self) -> None:
         """Start everything and wait until each node is idle."""
@@ -350,7 +354,11 @@ def gres_lines(folder: Path, devices: Sequence[str]) -> tuple[str, str]:
 
 
 def make_device(file: Path) -> None:
-    """Make a stand-in of a device file, if there is none: Slurm wants a character device."""
+    """Make a stand-in of a device file, if there is none: Slurm wants a character device.
+
+    No driver can have its number, and no other stand-in in the folder has it.
+    """
     file.parent.mkdir(exist_ok=True)
+    number = os.makedev(4095, len(list(file.parent.iterdir())))
     with contextlib.suppress(FileExistsError):
-        os.mknod(file, stat.S_IFCHR | 0o666, os.makedev(1, 3))
+        os.mknod(file, stat.S_IFCHR | 0o666, number)

@@ -33,6 +33,8 @@ def here(text: str, nodes: SlurmNodes) -> str:
         "/etc/slurm/": f"{own}/",
         "/run/agentd/slurm.sock": f"{own}/slurm.sock",
         "/dev/agentd-slurm": f"{own}/dev",
+        "gpu:a100": "gpu:simulated",
+        "sbatch ": "sbatch --partition=gpu ",
         "NODE ": f"{nodes.node} ",
         "NODE\n": f"{nodes.node}\n",
     }

@@ -23,7 +23,7 @@ from agentd.core.claim.allocation import (
     split_slots,
     with_claimed_usable,
 )
-from agentd.core.claim.claim import ClaimSpec, subtract_allocations
+from agentd.core.claim.claim import Claim, ClaimSpec, subtract_allocations
 from agentd.core.devices import DeviceId, Inventory, by_any_name
 from agentd.core.hardware_names import normal_name
 from agentd.core.kernel.options import unsupported_members
@@ -195,6 +195,12 @@ class Planner:
         claimed_slots, free_slots = split_slots(request.slots, request.claimed.names)
         named_devices = request.named_devices
         from_claim = Allocation()
+        if (
+            request.claimed.names
+            and not claimed_slots
+            and not any(map(_is_amount, spec.slots.values()))
+        ):
+            raise _nothing_left(state.claim(spec.claim_id or ""), state)
         if claimed_slots:
             from_claim = allocate_from_claim(
                 request.claimed.unused,
@@ -408,13 +414,26 @@ def _find_claimed_devices(spec: KernelSpec, state: NodeState) -> ClaimedDevices:
     return ClaimedDevices(claimed_names(claim.allocation), unused)
 
 
+def _nothing_left(claim: Claim, state: NodeState) -> InsufficientResource:
+    """Return the refusal of a request for what is left of a claim: its kernels hold it all."""
+    slot, amount = next(iter(claim.slots.items()))
+    users = ", ".join(state.claim_kernels(claim.claim_id)) or "none"
+    amounts = f"nothing is left of claim {claim.claim_id} (its kernels: {users})"
+    return InsufficientResource(slot, amount, "0", (), amounts=amounts)
+
+
 def _requested_device_names(spec: KernelSpec) -> frozenset[str]:
     """Return the device names that a request has an amount for; cpu and mem may be zero."""
     return frozenset(
         device_name_of(slot)
         for slot, amount in spec.slots.items()
-        if slot in (CPU, MEM) or not isinstance(amount, Quantity) or amount.value
+        if slot in (CPU, MEM) or _is_amount(amount)
     )
+
+
+def _is_amount(amount: object) -> bool:
+    """Return whether an amount of a request is not zero."""
+    return not isinstance(amount, Quantity) or bool(amount.value)
 
 
 def _resolve_named_devices(

@@ -281,6 +281,16 @@ async def test_a_kept_claim_takes_its_devices_back(rig: Rig) -> None:
     assert rig.free_gpus == 2
 
 
+async def test_create_from_a_used_up_claim_is_refused(rig: Rig) -> None:
+    await rig.claims.create(spec(gpus=2))
+    await rig.service.create(kernel(keeps=True))
+    with pytest.raises(InsufficientResource, match=r"left of claim c1 \(its kernels: k1\)"):
+        await rig.service.create(kernel("k2", keeps=True))
+    assert "k2" not in rig.state.kernels
+    beside, _ = await rig.service.create(kernel("k3", keeps=True, cpu=1))
+    assert beside.slots["cpu"] == "1", "it names slots of its own"
+
+
 async def test_the_rest_of_a_kept_claim_is_taken_as_it_is() -> None:
     """It need not be equal parts of its devices."""
     shares = SlotType("cuda.shares", SlotKind.COUNT, ONE // 100)

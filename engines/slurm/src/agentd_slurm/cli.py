@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -106,53 +107,73 @@ def agentctl_slurm() -> None:
 
 @agentctl_slurm.command()
 @click.option("--agent", metavar="NAME", help="Agent with the devices. Default: the only one.")
+@click.option(
+    "--types",
+    type=click.Choice(["device", "model"]),
+    help="One type for each. Default: model, device if agents share some.",
+)
+@click.option(
+    "--type", "named", multiple=True, metavar="TYPE[=ID,...]", help="Name of a model's type."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print only the device map.")
 @click.option("--files", metavar="FOLDER", help="Folder of stand-ins for device files.")
 @click.pass_obj
-def gres(client: Client, agent: str | None, *, as_json: bool, files: str | None) -> None:
+def gres(
+    client: Client,
+    agent: str | None,
+    types: str | None,
+    named: Sequence[str],
+    *,
+    as_json: bool,
+    files: str | None,
+) -> None:
     """Print gres.conf, Gres= and the device map.
 
     \b
     agentctl slurm gres --agent slurm
     agentctl slurm gres --agent slurm --json > /etc/agentd/slurm-gres.json
+    agentctl slurm gres --agent slurm --type a100-80=cuda0,cuda1
 
-    Slurm confines a job to the device files of its GPUs, which only administrators can list. With
-    --files, a device without such a file gets a stand-in. Create it (mknod FILE c 1 3) before
-    slurmd starts.
+    Run it on the node. Slurm confines a job to the device files of its GPUs, which only
+    administrators can list. With --files, a device without such a file gets a stand-in; the command
+    prints how to create those that are missing.
 
     Exit status: 0 printed, 1 the agent does not exist or has no accelerators, or gres.conf cannot
     express a device.
     """
-    from agentd_slurm.gres import (
-        NoGres,
-        choose_agent,
-        files_of,
-        gpus_of,
-        gres_conf,
-        gres_map,
-        node_gres,
-    )
+    from agentd_slurm import gres as lines
+    from agentd_slurm.cores import read_cores
     from agentd_slurm.gres_map import DEFAULT_MAP
 
     try:
-        chosen = choose_agent(agent, [row["agent_id"] for row in client.agents()])
-        devices = gpus_of(chosen, client.devices())
+        chosen = lines.choose_agent(agent, [row["agent_id"] for row in client.agents()])
+        devices = lines.gpus_of(chosen, client.devices())
+        are_shared = any(len(row["agents"]) > 1 for row in devices)
+        are_models = (types or ("device" if are_shared else "model")) == "model"
+        if named and not are_models:
+            raise lines.NoGres("--type names models: it needs --types model")
+        types_by_id = lines.model_types(devices, named) if are_models else {}
         if not as_json and (role := client.whoami()["role"]) != "admin":
-            raise NoGres(f"role {role} cannot list device files (required: admin)")
-        files_by_id = {} if as_json else files_of(devices, files)
-    except NoGres as error:
+            raise lines.NoGres(f"role {role} cannot list device files (required: admin)")
+        files_by_id = {} if as_json else lines.files_of(devices, files)
+    except lines.NoGres as error:
         raise click.ClickException(str(error)) from None
-    devices_by_index = gres_map(chosen, devices)
+    devices_by_index = lines.gres_map(chosen, devices, types_by_id)
     content = json.dumps(devices_by_index.as_json(), indent=1)
     if as_json:
         click.echo(content)
         return
+    near = read_cores() if are_models else {}
+    cores = {row["stable_id"]: near.get(row["numa_node"], "") for row in devices}
     click.echo("# gres.conf")
-    click.echo("\n".join(gres_conf(devices_by_index, files_by_id)))
+    click.echo("\n".join(lines.gres_conf(devices_by_index, files_by_id, cores)))
     click.echo("\n# slurm.conf, in the NodeName= line of this node")
-    click.echo(node_gres(devices_by_index))
+    click.echo(lines.node_gres(devices_by_index))
     click.echo(f"\n# {DEFAULT_MAP}\n{content}")
-    stand_ins = [f"{files}/{row['id']}" for row in devices if not row["files"]]
-    for file in stand_ins:
-        if not Path(file).exists():
-            click.echo(f"agentctl: {file} is missing; create it with: mknod {file} c 1 3", err=True)
+    without = {row["stable_id"] for row in devices if not row["files"]}
+    for index, device in devices_by_index.devices.items():
+        file = Path(files_by_id[device.stable_id][0])
+        number = os.makedev(lines.STAND_IN_MAJOR, index)
+        if device.stable_id in without and not (file.exists() and file.stat().st_rdev == number):
+            text = f"agentctl: {file} is missing or another device; create it with: rm -f {file};"
+            click.echo(f"{text} mknod -m 666 {file} c {lines.STAND_IN_MAJOR} {index}", err=True)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import pwd
 import signal
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import click
@@ -43,6 +45,7 @@ CLAIM_COLUMNS = ["claim", "agent", "state", "slots", "devices", "holder", "age"]
 @device_option
 @click.option("--label", multiple=True, metavar="NAME=VALUE", help="Label of the claim.")
 @click.option("--scope", is_flag=True, help="Use a systemd scope, which includes children.")
+@click.option("--user", metavar="NAME", help="User to run COMMAND as (root only).")
 @click.pass_obj
 def claim(
     client: Client,
@@ -52,20 +55,23 @@ def claim(
     claim_id: str | None,
     label: Sequence[str],
     scope: bool,
+    user: str | None,
     **options: Any,
 ) -> None:
     """Run a command on claimed devices.
 
     Options end at the first word of COMMAND, which replaces this process and finds its devices in
     its environment. The claim ends with the process; with --scope, with the last process that it
-    started.
+    started. With --user, that user owns the claim and can release it.
 
     Exit status: the command's; 1 the claim was refused, 127 the command cannot be executed.
 
     \b
     agentctl claim agent-1 -s cuda.device=1 -- jupyter lab
     agentctl claim agent-1 --scope -s cuda.device=4 -- ray start --block
+    agentctl claim agent-1 --scope --user ada -s cuda.device=1 -- jupyter lab
     """
+    account = None if user is None else _find_account(user)
     unit = os.environ.pop(_SCOPE, "")
     if scope and not unit:
         _enter_scope()
@@ -76,16 +82,51 @@ def claim(
     }
     if claim_id is not None:
         body["claim_id"] = claim_id
+    if account is not None:
+        body["owner_uid"] = account.pw_uid
     with suggesting_agents(client, agent):
         new_claim = client.create_claim(agent, body)
     claim_env = {"AGENTD_CLAIM": new_claim["claim_id"], "AGENTD_AGENT": agent}
-    _execute(command, {**os.environ, **new_claim["edits"]["env"], **claim_env})
+    _execute(command, {**os.environ, **new_claim["edits"]["env"], **claim_env}, account)
 
 
-def _execute(command: Sequence[str], env: Mapping[str, str]) -> None:
+def _find_account(user: str) -> pwd.struct_passwd:
+    """Return a user's entry.
+
+    Raises:
+        ClickException: there is none, or this process may not become another user.
+    """
+    if os.geteuid() != 0:
+        raise click.ClickException("--user needs root")
+    with suppress(KeyError, ValueError):
+        return pwd.getpwnam(user)
+    raise click.ClickException(f"unknown user {user!r}")
+
+
+def _become(account: pwd.struct_passwd, env: Mapping[str, str]) -> dict[str, str]:
+    """Take a user's ids and groups, and return the environment with the user's own variables.
+
+    The working directory stays unless the user may not enter it.
+    """
+    os.initgroups(account.pw_name, account.pw_gid)
+    os.setresgid(account.pw_gid, account.pw_gid, account.pw_gid)
+    os.setresuid(account.pw_uid, account.pw_uid, account.pw_uid)
+    for folder in (os.getcwd, lambda: account.pw_dir, lambda: "/"):
+        with suppress(OSError):
+            os.chdir(folder())
+            break
+    name, shell = account.pw_name, account.pw_shell or "/bin/sh"
+    own = {"HOME": account.pw_dir, "USER": name, "LOGNAME": name, "SHELL": shell}
+    return {key: value for key, value in env.items() if not key.startswith("XDG_")} | own
+
+
+def _execute(
+    command: Sequence[str], env: Mapping[str, str], account: pwd.struct_passwd | None = None
+) -> None:
     for number in IGNORED_BY_PYTHON:
         signal.signal(number, signal.SIG_DFL)
     try:
+        env = _become(account, env) if account else env
         os.execvpe(command[0], list(command), env)  # noqa: S606 - the caller's own command
     except (OSError, ValueError) as error:
         print_text(f"agentctl: cannot execute {command[0]}: {error}", err=True)

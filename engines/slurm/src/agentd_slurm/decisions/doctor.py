@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from agentd_slurm.decisions.prolog import find_device
+from agentd_slurm.gres import node_gres
 from agentd_slurm.gres_map import GresMap
 
 _REQUIRED_WORDS = {
@@ -16,7 +17,7 @@ _REQUIRED_WORDS = {
     "SelectType": "select/cons_tres",
 }
 """A word that each of these settings has, which are lists or single words."""
-_GRES = re.compile(r"(?:^|,)gpu:([^:,(]+):([0-9]+)")
+_GRES = re.compile(r"(?:^|,)gpu:[^:,(]+:[0-9]+")
 
 
 class SlurmCheck(NamedTuple):
@@ -50,10 +51,12 @@ def check_map(gres_map: GresMap, devices: Sequence[Mapping[str, Any]]) -> SlurmC
 
 
 def check_gres(gres_map: GresMap, gres: str) -> SlurmCheck:
-    """Return whether the node's `Gres=` names exactly the devices of the map."""
-    configured = {match[1]: int(match[2]) for match in _GRES.finditer(gres)}
-    required = {device.gres_type: 1 for device in gres_map.devices.values()}
-    expected = ",".join(f"gpu:{name}:1" for name in required)
+    """Return whether the node's `Gres=` names the types of the map in its order.
+
+    Slurm counts the GPUs in that order.
+    """
+    configured = ",".join(match[0].strip(",") for match in _GRES.finditer(gres))
+    expected = node_gres(gres_map).removeprefix("Gres=")
     return SlurmCheck(
-        "Gres", configured == required, f"got {gres or 'nothing'}, expected {expected}"
+        "Gres", configured == expected, f"got {gres or 'nothing'}, expected {expected}"
     )
