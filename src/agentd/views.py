@@ -126,7 +126,7 @@ class ClaimView(TypedDict):
 
 
 class EngineView(TypedDict):
-    """An engine with devices that are withheld until it is `ready`: device ids by device name."""
+    """An engine, and the devices that are withheld until it is `ready`: ids by device name."""
 
     engine: str
     ready: bool

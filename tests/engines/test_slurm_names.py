@@ -229,10 +229,7 @@ def record_calls(nodes: SlurmNodes) -> Path:
             f'#!/bin/sh\necho {name} "$@" >>{asked}\nexec /usr/bin/{name} "$@"\n'
         )
         (folder / name).chmod(0o755)
-    for name in ("prolog", "epilog", "task-prolog"):
-        file = nodes.folder / name
-        head, _, rest = file.read_text().partition("\n")
-        file.write_text(f"{head}\nexport PATH={folder}:/usr/bin:/bin\n{rest}")
+    (nodes.folder / nodes.node / "slurm.toml").write_text(f'[slurm]\nbin = "{folder}"\n')
     return asked
 
 

@@ -11,7 +11,12 @@ from agentd.http.bodies import read_body
 from agentd.http.problem_responses import problem_members
 from agentd.http.queries import read_query
 from agentd.rpc.queries import LogsQuery
-from agentd.rpc.requests import CreateKernelRequest
+from agentd.rpc.requests import (
+    MAX_CONDITIONS,
+    MAX_SENTENCE,
+    CreateKernelRequest,
+    EngineRequest,
+)
 from agentd.runtimes.docker.container_config import (
     ContainerOptions,
     PullPolicy,
@@ -277,3 +282,21 @@ def test_invalid_member_has_a_readable_expectation(member: str, value: object, w
     (problem,) = caught.value.problems
     assert problem.where.startswith(member)
     assert problem.why.startswith(why)
+
+
+@pytest.mark.parametrize(
+    "conditions",
+    [
+        [{"reason": "r"}] * (MAX_CONDITIONS + 1),
+        [{"reason": "r" * (MAX_SENTENCE + 1)}],
+        [{"reason": "r", "remedy": "r" * (MAX_SENTENCE + 1)}],
+        [{"reason": ""}],
+        [{"reason": "nul \0"}],
+        [{"remedy": "r"}],
+        [{"reason": "r", "about": "host"}],
+    ],
+)
+def test_conditions_of_an_engine_are_bounded(conditions: list[dict[str, str]]) -> None:
+    assert read_body(EngineRequest, b'{"ready": true}').conditions is None
+    with pytest.raises(InvalidRequest):
+        read_body(EngineRequest, json.dumps({"ready": True, "conditions": conditions}))

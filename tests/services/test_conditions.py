@@ -318,7 +318,7 @@ async def test_engine_is_a_condition_until_it_is_ready(rig: Rig) -> None:
     engines = AwaitedEngines(rig.devices, rig.memory, "boot-1", {"slurm": "all"})
     (condition,) = engine_conditions(engines)
     assert condition.about == "engine/slurm"
-    engines.set_ready("slurm", is_ready=True)
+    engines.report("slurm", is_ready=True)
     assert [*engine_conditions(engines)] == []
 
 

@@ -5,7 +5,8 @@ from agentd.core.conditions import Condition
 from agentd.core.devices import Withholding
 from agentd.errors import StateUnavailable, UnknownEngine
 from agentd.plugin_api import Measurement, ProcessUse
-from agentd.services.engines import AwaitedEngines
+from agentd.services.condition_sources import engine_conditions
+from agentd.services.engines import MAX_REPORTING, AwaitedEngines
 from agentd.services.unclaimed import MIN_USE_S, UnclaimedProcesses
 from services.claims.test_claim_service import kernel, spec
 from services.node import Rig
@@ -23,7 +24,7 @@ async def test_devices_wait_for_an_engine_after_each_boot(rig: Rig) -> None:
     made = engines(rig, store)
     assert rig.free_gpus == 0
     assert not made.statuses()[0].is_ready
-    assert made.set_ready("kubernetes", is_ready=True).is_ready
+    assert made.report("kubernetes", is_ready=True).is_ready
     assert rig.free_gpus == 2
     engines(rig, store)
     assert rig.free_gpus == 2
@@ -37,7 +38,7 @@ async def test_claims_hold_devices_that_wait_for_an_engine(rig: Rig) -> None:
     made = engines(rig, FakeMemory(), "boot-2")
     await rig.claims.create(spec("c2", is_observed=True, devices={"cuda": ("cuda1",)}))
     assert (await rig.service.create(kernel("k1", "c1")))[0].allocation.shares
-    assert made.set_ready("kubernetes", is_ready=True).is_ready
+    assert made.report("kubernetes", is_ready=True).is_ready
     assert rig.free_gpus == 0
 
 
@@ -52,10 +53,36 @@ async def test_readiness_that_is_not_recorded_changes_nothing(rig: Rig) -> None:
     made = engines(rig, store)
     store.is_read_only = True
     with pytest.raises(StateUnavailable):
-        made.set_ready("kubernetes", is_ready=True)
+        made.report("kubernetes", is_ready=True)
     assert rig.free_gpus == 0
     with pytest.raises(UnknownEngine, match="this node has: kubernetes"):
-        made.set_ready("slurm", is_ready=True)
+        made.report("slurm", is_ready=True)
+
+
+async def test_engine_replaces_the_conditions_it_reports(rig: Rig) -> None:
+    made = engines(rig, FakeMemory())
+    first = [Condition("engine/slurm", "no placeholder", "set an account")]
+    status = made.report("slurm", is_ready=False, conditions=first)
+    assert (status.is_ready, status.devices) == (False, {})
+    assert rig.free_gpus == 0
+    assert [*engine_conditions(made)][:1] == first
+    assert made.report("slurm", is_ready=True, conditions=[]).is_ready
+    assert [row.engine for row in made.statuses()] == ["kubernetes", "slurm"]
+    assert [row.about for row in engine_conditions(made)] == ["engine/kubernetes"]
+    assert rig.free_gpus == 0
+    made.report("kubernetes", is_ready=True, conditions=first)
+    made.report("kubernetes", is_ready=True)
+    assert [*engine_conditions(made)] == first
+
+
+async def test_engines_that_report_are_few_and_have_names(rig: Rig) -> None:
+    made = engines(rig, FakeMemory())
+    for number in range(MAX_REPORTING):
+        made.report(f"e{number}", is_ready=True, conditions=[])
+    for name in ("one-more", "a b", ""):
+        with pytest.raises(UnknownEngine):
+            made.report(name, is_ready=True, conditions=[])
+    assert made.report("e0", is_ready=False, conditions=[]).is_ready is False
 
 
 @pytest.mark.parametrize("withholds", [True, False])

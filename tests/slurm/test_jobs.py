@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +13,7 @@ from agentd_slurm.jobs import (
     expand_hosts,
     parse_gpu_indices,
     parse_job,
+    parse_types,
 )
 
 ANSWER = (
@@ -53,10 +56,46 @@ def answer(**changes: str) -> str:
         pytest.param("", set(), id="empty"),
         pytest.param("gpu:2(CNT:2)", None, id="a count without indices"),
         pytest.param("gpu:2", None, id="a bare count"),
+        pytest.param("shard:a100:2(IDX:1),gpu:1(IDX:0)", {0}, id="beside a shard"),
     ],
 )
 def test_indices_of_a_detail(detail: str, wanted: set[int] | None) -> None:
     assert parse_gpu_indices(detail) == wanted
+
+
+@pytest.mark.parametrize(
+    ("detail", "wanted"),
+    [
+        ("shard:2(IDX:1),gpu:1(IDX:0)", {1}),
+        ("shard:a100:2(IDX:1),mps:50(IDX:3)", {1, 3}),
+        ("gpu:1(IDX:0),myshard:1(IDX:1)", set()),
+        ("mps:0(IDX:N/A)", set()),
+        ("shard:2", None),
+    ],
+)
+def test_shared_indices_of_a_detail(detail: str, wanted: set[int] | None) -> None:
+    assert parse_gpu_indices(detail, "shard", "mps") == wanted
+
+
+def test_types_of_a_detail_are_those_of_its_indices() -> None:
+    detail = "gpu:cuda3:2(IDX:0-1),gpu:cuda5:0(IDX:),gpu:1(IDX:7),shard:cuda9:1(IDX:9)"
+    assert parse_types(detail) == {0: "cuda3", 1: "cuda3"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["JobId=" + "9" * 5000 + " JobName=x", "", "(" * 5000, "JobId= JobName=",
+     "JobId=7 JobName=x UserId=a(" + "9" * 5000 + ") GroupId=a(1) MCS_label= Priority=1 Nice=0"],
+)  # fmt: skip
+def test_odd_answers_are_unreadable_or_unclear(text: str) -> None:
+    with pytest.raises(UnreadableAnswer):
+        parse_job(text)
+
+
+@given(st.text(alphabet="gpushardmps:,()[]0123456789-IDX=NA/ "))
+def test_any_detail_is_read_or_unreadable(detail: str) -> None:
+    with contextlib.suppress(UnreadableAnswer):
+        parse_job(answer().replace("gpu:cuda3:1(IDX:3)", detail))
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,7 @@ class SlurmNodes:
                 f'export AGENTD_SLURM_SOCKET="{own}/slurm.sock"\n'
                 f'export AGENTD_SLURM_MAP="{own}/map.json"\n'
                 f'export AGENTD_SLURM_RUN="{own}/run"\n'
+                f'export AGENTD_SLURM_SETTINGS="{own}/slurm.toml"\n'
                 f"exec {BIN}/agentd-slurm-{name}\n"
             )
             file.chmod(0o755)
@@ -127,10 +128,18 @@ class SlurmNodes:
         """The map of a node's devices."""
         return self.folder / node / "map.json"
 
+    def settings_file(self, node: str) -> Path:
+        """The settings of a node's engine, absent unless a test writes them."""
+        return self.folder / node / "slurm.toml"
+
     def environment(self, node: str) -> dict[str, str]:
         """Return the environment of the engine's commands."""
         socket = self.folder / node / "agentd.sock"
-        named = {"AGENTD_SOCKET": str(socket), "AGENTD_SLURM_MAP": str(self.map_file(node))}
+        named = {
+            "AGENTD_SOCKET": str(socket),
+            "AGENTD_SLURM_MAP": str(self.map_file(node)),
+            "AGENTD_SLURM_SETTINGS": str(self.settings_file(node)),
+        }
         return {**self.cluster.environment, **named}
 
     def agentctl(self, node: str, *words: str) -> str:

@@ -294,8 +294,11 @@ class AsyncClient(StreamCalls):
     async def engines(self) -> list[EngineView]:
         return await self.execute(Call("GET", api_path("engines")))
 
-    async def set_engine(self, engine: str, *, ready: bool) -> EngineView:
-        return await self.execute(Call("PUT", api_path("engines", engine), {"ready": ready}))
+    async def set_engine(
+        self, engine: str, *, ready: bool, conditions: Sequence[Mapping[str, str]] | None = None
+    ) -> EngineView:
+        body = {"ready": ready} | ({} if conditions is None else {"conditions": [*conditions]})
+        return await self.execute(Call("PUT", api_path("engines", engine), body))
 
     @overload
     async def stats(self) -> list[KernelUseView]: ...

@@ -290,8 +290,11 @@ class Client(BlockingTransport):
     def engines(self) -> list[EngineView]:
         return self.execute(Call("GET", api_path("engines")))
 
-    def set_engine(self, engine: str, *, ready: bool) -> EngineView:
-        return self.execute(Call("PUT", api_path("engines", engine), {"ready": ready}))
+    def set_engine(
+        self, engine: str, *, ready: bool, conditions: Sequence[Mapping[str, str]] | None = None
+    ) -> EngineView:
+        body = {"ready": ready} | ({} if conditions is None else {"conditions": [*conditions]})
+        return self.execute(Call("PUT", api_path("engines", engine), body))
 
     @overload
     def stats(self) -> list[KernelUseView]: ...

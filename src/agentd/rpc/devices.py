@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
+from agentd.core.conditions import Condition
 from agentd.http.bodies import read_body
 from agentd.http.callers import caller_of
 from agentd.http.queries import receive_body
@@ -36,9 +37,15 @@ class DeviceHandlers:
         return json_response([rendering.engine_view(status) for status in self._engines.statuses()])
 
     async def put_engine(self, request: web.Request) -> web.Response:
-        """Set whether an engine has compared its devices with the claims of this node."""
+        """Set whether an engine has compared its devices, and the conditions that it reports."""
         body = read_body(EngineRequest, await receive_body(request))
-        status = self._engines.set_ready(request.match_info["engine"], is_ready=body.ready)
+        engine, conditions = request.match_info["engine"], None
+        if body.conditions is not None:
+            conditions = [
+                Condition(f"engine/{engine}", given.reason, given.remedy)
+                for given in body.conditions
+            ]
+        status = self._engines.report(engine, is_ready=body.ready, conditions=conditions)
         return json_response(rendering.engine_view(status))
 
     async def list_agents(self, request: web.Request) -> web.Response:

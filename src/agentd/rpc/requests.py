@@ -42,6 +42,7 @@ from agentd.core.slots import (
     read_quantity,
 )
 from agentd.http.bodies import (
+    _NO_NUL,
     _PLATFORM,
     _TMPFS,
     ATTEMPT,
@@ -109,6 +110,8 @@ Ttl = Annotated[int, Field(ge=MIN_TTL_S, le=MAX_TTL_S)]
 Id = Annotated[str, Field(max_length=63, pattern=ID)]
 DeviceNames = Annotated[dict[Name, Names], Field(max_length=MAX_ITEMS)]
 """Ids, UUIDs or addresses of devices by device name."""
+MAX_CONDITIONS, MAX_SENTENCE = 32, 1024
+"""Maximum conditions of an engine, and characters of a text of one."""
 _SLOTS = "Amounts of slots, such as cuda.device=1."
 _DEVICES = "Only from these devices, by device name: ids, UUIDs or PCI addresses."
 
@@ -391,12 +394,27 @@ class EditsRequest(Body):
     )
 
 
+_Sentence = Annotated[str, Field(max_length=MAX_SENTENCE, pattern=_NO_NUL)]
+
+
+class EngineCondition(Body):
+    """Something that operators should know about an engine, and what they can do."""
+
+    reason: Annotated[_Sentence, Field(min_length=1, description="A sentence for operators.")]
+    remedy: _Sentence = Field("", description="What operators can do.")
+
+
 class EngineRequest(Body):
     """Whether an engine has compared its devices with the claims of this node."""
 
     is_required: ClassVar[bool] = True
 
     ready: bool = Field(description="Whether the engine has compared its devices.")
+    conditions: list[EngineCondition] | None = Field(
+        None,
+        max_length=MAX_CONDITIONS,
+        description="Conditions that replace the engine's earlier ones. Default: they stay.",
+    )
 
 
 class StopRequest(Body):

@@ -78,7 +78,8 @@ def agent_conditions(node: Node) -> Iterator[Condition]:
 
 
 def engine_conditions(engines: AwaitedEngines) -> Iterator[Condition]:
-    """Yield the engines that devices wait for since the boot."""
+    """Yield the engines that devices wait for since the boot, and what engines report."""
+    yield from engines.reported_conditions()
     for engine in engines.statuses():
         if engine.devices and not engine.is_ready:
             reason = f"engine {engine.engine} has not reported since the boot of this node"

@@ -60,7 +60,7 @@ def epilog() -> None:
 def task_prolog() -> None:
     """Name the claim of a job (TaskProlog=).
 
-    Exit status: 0.
+    Exit status: 0 the task may start, 3 its job has no claim of its GPUs here.
     """
     from agentd_slurm.commands.task_prolog import run_task_prolog
 
@@ -90,6 +90,9 @@ def doctor(node: str | None, *, as_json: bool) -> None:
     """
     from agentd_slurm.commands.doctor import checks
 
+    for name in {*os.environ} - {"SLURM_CONF", "SLURMD_NODENAME"}:
+        if not name.startswith("AGENTD_"):
+            del os.environ[name]  # hooks have no PATH either
     slurm_checks = list(checks(node))
     if as_json:
         rows = [{"name": c.name, "passed": c.passed, "detail": c.detail} for c in slurm_checks]

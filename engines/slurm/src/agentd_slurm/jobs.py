@@ -22,15 +22,19 @@ ON_NODE = frozenset(
 )  # fmt: skip
 """States in which a job may have processes on its nodes."""
 WAITING = frozenset({"PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"})
-_GPUS = re.compile(r"(?:^|,)gpu((?::[^:,()]+){0,2})(\(([^()]*)\))?(?=,|$)")
+_DEVICES = re.compile(
+    r"(?:^|,)(gpu|shard|mps)(?::([^:,()]+))?(?::([0-9]+))?(?:\(([^()]*)\))?(?=,|$)"
+)
 _TYPE = re.compile(r" TresPerNode=(?:gres[:/])?gpu:([^:,= ]+)")
 _HEAD = re.compile(r"((?:\w+=\S+ )*?)JobName=")
-_AFTER_NAME = re.compile(r" UserId=[^=]*\(([0-9]+)\) GroupId=[^=]*\([0-9]+\) MCS_label=")
+_AFTER_NAME = re.compile(r" UserId=[^=]*\(([0-9]{1,10})\) GroupId=[^=]*\([0-9]+\) MCS_label=")
 _AFTER_LABEL = re.compile(r" Priority=[0-9]+ Nice=-?[0-9]+ Account=")
 _GRES = re.compile(r" JOB_GRES=\S*")
 _NODES = re.compile(r"\s+Nodes=(\S+) CPU_IDs=\S* Mem=\S* GRES=(\S*)")
 _PART = re.compile(r"([^,\[\]]*)(?:\[([^\]]*)\])?([^,\[\]]*)(?:,|$)")
 MAX_HOSTS = 65536
+MAX_GPUS = 4096
+"""GPUs of one node."""
 
 
 class UnreadableAnswer(Exception):
@@ -48,6 +52,8 @@ class UnclearJob(UnreadableAnswer):
 class Job(NamedTuple):
     """One job of the queue. `gpus` are its indices on each node, None if Slurm has none.
 
+    `shared` are those of GPUs of which it has shards or a part by MPS, on each node. `types` names
+    the type of each index in gres.conf, as far as Slurm's answer has it.
     `required_nodes` is as its user wrote it: a placeholder's is the name of one node.
     `name` is the word by which Slurm's commands know it alone: ARRAYID_TASK, LEADER+OFFSET, or its
     id. The id of an array's last task or of a leader means all of them.
@@ -62,6 +68,8 @@ class Job(NamedTuple):
     required_nodes: str = ""
     nodes: tuple[str, ...] = ()
     gpus: Mapping[str, frozenset[int] | None] = {}
+    shared: Mapping[str, frozenset[int] | None] = {}
+    types: Mapping[str, Mapping[int, str]] = {}
 
     @property
     def is_placeholder(self) -> bool:
@@ -83,7 +91,7 @@ def parse_job(text: str) -> Job:
     """
     head = _HEAD.match(text)
     ids = dict(word.split("=", 1) for word in head[1].split()) if head else {}
-    if head is None or not ids.get("JobId", "").isdecimal():
+    if head is None or not re.fullmatch("[0-9]{1,10}", ids.get("JobId", "")):
         raise UnreadableAnswer(f"scontrol show job: unexpected answer {text[:80]!r}")
     name = ids["JobId"]
     if "ArrayJobId" in ids:
@@ -103,6 +111,7 @@ def _parse_fields(job_id: int, name: str, user_id: int, after_label: str) -> Job
     """Read what stands behind the label of a job; what a user chooses comes last."""
     gpu_type = _TYPE.search(after_label)
     try:
+        details = _parse_details(after_label)
         return Job(
             job_id=job_id,
             name=name,
@@ -112,7 +121,11 @@ def _parse_fields(job_id: int, name: str, user_id: int, after_label: str) -> Job
             gpu_type=gpu_type[1] if gpu_type and not gpu_type[1].isdecimal() else "",
             required_nodes=_field(after_label, "ReqNodeList"),
             nodes=tuple(expand_hosts(_field(after_label, "NodeList"))),
-            gpus=dict(_parse_gpus(after_label)),
+            gpus={node: parse_gpu_indices(text) for node, text in details.items()},
+            shared={
+                node: parse_gpu_indices(text, "shard", "mps") for node, text in details.items()
+            },
+            types={node: parse_types(text) for node, text in details.items()},
         )
     except ValueError as error:
         raise UnreadableAnswer(f"scontrol show job {name}: {error}") from None
@@ -124,27 +137,39 @@ def _field(text: str, name: str) -> str:
     return match[1] if match and match[1] != "(null)" else ""
 
 
-def _parse_gpus(text: str) -> Iterator[tuple[str, frozenset[int] | None]]:
-    """Yield the nodes of a job with the indices of its GPUs there."""
+def _parse_details(text: str) -> dict[str, str]:
+    """Return the nodes of a job with its `GRES=` there, such as `gpu:a100:1(IDX:0)`."""
+    details: dict[str, str] = {}
     match = _GRES.search(text)
     while match and (match := _NODES.match(text, match.end())):
-        for node in expand_hosts(match[1]):
-            yield node, parse_gpu_indices(match[2])
+        details |= dict.fromkeys(expand_hosts(match[1]), match[2])
+    return details
 
 
-def parse_gpu_indices(detail: str) -> frozenset[int] | None:
-    """Return the indices of the GPUs in a job's `gres_detail` on one node.
+def parse_gpu_indices(detail: str, *names: str) -> frozenset[int] | None:
+    """Return the indices of the GPUs in a job's `GRES=` on one node, or of others by `names`.
 
     None where there are GPUs without indices: gres.conf names no files.
     """
     numbers: set[int] = set()
-    for match in _GPUS.finditer(detail):
-        count, index_text = match[1].rpartition(":")[2], match[3] or ""
-        if index_text.startswith("IDX:"):
-            numbers |= {*_parse_ranges(index_text.removeprefix("IDX:"))}
-        elif count != "0":
+    for name, type_or_count, count, indices in _DEVICES.findall(detail):
+        if name not in (names or ("gpu",)):
+            continue
+        if indices.startswith("IDX:"):
+            numbers |= {*_parse_ranges(indices.removeprefix("IDX:"))}
+        elif (count or type_or_count) != "0":
             return None
     return frozenset(numbers)
+
+
+def parse_types(detail: str) -> dict[int, str]:
+    """Return the types of the GPUs in a job's `GRES=` on one node, by index."""
+    return {
+        index: gpu_type
+        for name, gpu_type, count, indices in _DEVICES.findall(detail)
+        if name == "gpu" and count and indices.startswith("IDX:")
+        for index in _parse_ranges(indices.removeprefix("IDX:"))
+    }
 
 
 def _parse_ranges(text: str) -> Iterator[int]:
@@ -152,7 +177,7 @@ def _parse_ranges(text: str) -> Iterator[int]:
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
         if first.isdecimal():
-            yield from range(int(first), int(last or first) + 1)
+            yield from range(int(first), min(int(last or first), MAX_GPUS) + 1)
 
 
 def expand_hosts(text: str) -> list[str]:

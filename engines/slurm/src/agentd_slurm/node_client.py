@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -13,8 +14,20 @@ from typing import Any, TypeVar
 
 from agentd.client import Client
 from agentd.client.defaults import DEFAULT_SOCKET
-from agentd.errors import ClaimConflict, Unavailable, UnknownClaim, UnknownKernel
-from agentd_slurm.claim_ids import claim_ids, job_of_claim, labels_of
+from agentd.errors import (
+    AgentdError,
+    ClaimConflict,
+    Unavailable,
+    UnknownClaim,
+    UnknownKernel,
+)
+from agentd_slurm.claim_ids import (
+    claim_ids,
+    is_shared_claim,
+    job_of_claim,
+    jobs_kernels,
+    labels_of,
+)
 
 T = TypeVar("T")
 ANSWER_S = 10.0
@@ -22,6 +35,8 @@ ANSWER_S = 10.0
 STOP_S = 5.0
 """Seconds between TERM and KILL for kernels of a job that is over."""
 PAUSE_S = 0.2
+SHARED = 0
+"""Stands for a job in the lock: shared devices, of which any job may be the last."""
 SOCKET_VARIABLE = "AGENTD_SOCKET"
 
 
@@ -90,25 +105,58 @@ class NodeClient:
                 return
         raise conflict
 
-    def delete_kernels(self, claim: Mapping[str, Any]) -> None:
-        """Stop and delete every kernel of a claim."""
-        for kernel in self.kernels(claim["claim_id"]):
-            if kernel["agent_id"] != claim["agent_id"]:
-                continue  # it ended with an earlier claim of this id
+    def create_shared_claim(self, agent: str, request: Mapping[str, Any]) -> None:
+        """Create the claim of a device that jobs share, unless it is there already.
+
+        Raises:
+            AgentdError: the device is another holder's, or the id is.
+        """
+        try:
+            self._call(partial(Client.create_claim, agent_id=agent, request=request))
+        except ClaimConflict:  # one that sync made, as observed
+            claim = self._call(lambda node: node.claim(request["claim_id"]))
+            if not is_shared_claim(claim) or claim["agent_id"] != agent:
+                raise
+
+    def release_id(self, claim_id: str) -> None:
+        """Release a claim that may have ended."""
+        with suppress(UnknownClaim):
+            self._call(lambda node: node.release_claim(claim_id))
+
+    def delete_kernels(self, job_id: int, agents: Iterable[str]) -> None:
+        """Stop and delete every kernel that was made from the claims of a job, all together.
+
+        Raises:
+            AgentdError: one could not be deleted.
+        """
+        errors: list[AgentdError] = []
+        threads = [
+            threading.Thread(target=self._delete_kernel, args=(kernel_id, errors))
+            for kernel_id in jobs_kernels(self.kernels(), job_id, agents)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+
+    def _delete_kernel(self, kernel_id: str, errors: list[AgentdError]) -> None:
+        delete = partial(Client.delete_kernel, kernel_id=kernel_id, timeout=STOP_S)
+        try:
             with suppress(UnknownKernel):
-                delete = partial(
-                    Client.delete_kernel, kernel_id=kernel["kernel_id"], timeout=STOP_S
-                )
                 self._call(delete, wait_s=self._wait_s + 2 * STOP_S)
+        except AgentdError as error:
+            errors.append(error)
 
     def release(self, claim: Mapping[str, Any]) -> None:
-        """Delete the kernels of a claim and release it, again while a create is in flight."""
+        """Delete the kernels of a job's claim and release it, again while a create is in flight."""
         deadline = time.monotonic() + self._wait_s
         while True:
-            self.delete_kernels(claim)
+            if (job_id := job_of_claim(claim)) is not None:
+                self.delete_kernels(job_id, [claim["agent_id"]])
             try:
-                with suppress(UnknownClaim):
-                    self._call(lambda node: node.release_claim(claim["claim_id"]))
+                self.release_id(claim["claim_id"])
             except ClaimConflict:
                 if time.monotonic() > deadline:
                     raise
@@ -117,15 +165,18 @@ class NodeClient:
                 return
 
     @contextmanager
-    def locked(self, job_id: int) -> Iterator[None]:
+    def locked(self, job_id: int, *, is_shared: bool = False) -> Iterator[None]:
         """Exclude other prologs, epilogs and syncs of the same job on this node.
+
+        With `is_shared`, those of all jobs that share a device too.
 
         The lock is a byte of a file beside agentd's socket, which ends with the process.
         """
         path = Path(self._socket).with_name("slurm.lock")
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX, 1, job_id)
+            for start in (SHARED, job_id) if is_shared else (job_id,):
+                fcntl.lockf(descriptor, fcntl.LOCK_EX, 1, start)
             yield
         finally:
             with suppress(OSError):

@@ -5,6 +5,9 @@ proctrack/cgroup puts each job's processes below `slurm/uid_U/job_J` on cgroup v
 `NODE_slurmstepd.scope`. A slurmstepd is in the cgroup of its job; on v2 one more, of no job, keeps
 the scope alive (`slurmstepd infinity`, in `slurmstepd.scope/system`). A kernel of agentd is in a
 cgroup of agentd's and is not counted.
+
+Users choose names and titles of processes, and the names of cgroups below their own slice. So a
+slurmstepd is a process of root that runs the program, and cgroups of user sessions do not count.
 """
 
 from __future__ import annotations
@@ -16,12 +19,16 @@ from typing import NamedTuple
 
 from agentd.procfs import read_lines
 
-_JOB = re.compile(r"/job_([0-9]+)(?:/|$)")
+_JOB = (
+    r"[0-9]+:[^:]*:(?:(?!/user\.slice|/user@).)*?"
+    r"/(?:slurm(?:_{node})?/uid_[0-9]+|(?:{node}_)?slurmstepd\.scope)/job_([0-9]+)(?:/|$)"
+)
 _STEPD = re.compile(r"slurmstepd: \[([0-9]+)[.+]")
 _NODE_CGROUP = re.compile(r"/(?:slurm_[^/]+|[^/]+_slurmstepd\.scope)/")
 """The cgroups of one of several slurmds on this host."""
 _JOBLESS_CGROUP = re.compile(r"slurmstepd\.scope/system$")
 _PROGRAM = "slurmstepd"
+_ROOT = ["Uid:", *("0",) * 4]
 
 
 class NodeProcesses(NamedTuple):
@@ -40,12 +47,8 @@ class NodeProcesses(NamedTuple):
 
 def jobs_in_cgroup(lines: Iterable[str], node: str) -> frozenset[int]:
     """Return the jobs of this node's slurmd that `/proc/PID/cgroup` names."""
-    job_folders = ("/slurm/", f"/slurm_{node}/", "/slurmstepd.scope/", f"/{node}_slurmstepd.scope/")
-    return frozenset(
-        int(match[1])
-        for line in lines
-        if any(folder in line for folder in job_folders) and (match := _JOB.search(line))
-    )
+    job = re.compile(_JOB.format(node=re.escape(node)))
+    return frozenset(int(match[1]) for line in lines if (match := job.match(line)))
 
 
 def find_processes(node: str, proc: Path = Path("/proc")) -> NodeProcesses:
@@ -67,7 +70,7 @@ def find_processes(node: str, proc: Path = Path("/proc")) -> NodeProcesses:
             ):
                 continue
             jobs |= own_jobs
-            if read_lines(folder / "comm") == [_PROGRAM]:
+            if _is_stepd(folder):
                 title = "\n".join(read_lines(folder / "cmdline"))
                 if match := _STEPD.match(title):
                     jobs.add(int(match[1]))
@@ -76,3 +79,13 @@ def find_processes(node: str, proc: Path = Path("/proc")) -> NodeProcesses:
         except (FileNotFoundError, ProcessLookupError):
             continue
     return NodeProcesses(frozenset(jobs), has_unnamed)
+
+
+def _is_stepd(folder: Path) -> bool:
+    """Return whether a process is a slurmstepd of root's, which Debian names slurmstepd-wlm."""
+    if not any(line.split() == _ROOT for line in read_lines(folder / "status")):
+        return False
+    try:
+        return (folder / "exe").readlink().name.startswith(_PROGRAM)
+    except PermissionError:  # its name is then root's own
+        return read_lines(folder / "comm") == [_PROGRAM]

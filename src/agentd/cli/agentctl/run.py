@@ -38,7 +38,9 @@ from agentd.cli.agentctl.options import (
     RUNS_NOTHING,
     CommandLine,
     RpcProblem,
+    listed,
     member_option,
+    pairs,
     stand_in_status,
     suggesting_agents,
 )
@@ -105,6 +107,8 @@ def run(client: Client, /, agent: str, removes: bool, **options: Any) -> None:
     \b
     agentctl run agent-1 -s cuda.device=1 --rm -- nvidia-smi
     agentctl run agent-1 --claim slurm-17 --rm -- ./train
+
+    In a task of a Slurm job, --claim "$AGENTD_CLAIM" takes the GPUs that Slurm gave to the task.
     """
     if stdin_has_data():
         raise click.UsageError("a kernel has no standard input: add < /dev/null, or mount a file")
@@ -115,6 +119,7 @@ def run(client: Client, /, agent: str, removes: bool, **options: Any) -> None:
     body["labels"][RUN_LABEL] = attempt
     if "claim" in body:
         body["keep_claim"] = True
+        add_own_devices(body, os.environ)
     if removes:
         body["remove"] = True
     if options["dry_run"]:
@@ -123,6 +128,19 @@ def run(client: Client, /, agent: str, removes: bool, **options: Any) -> None:
             print_decision(client.explain(agent, body))
         return
     sys.exit(Run(client, agent, body).until_end())
+
+
+def add_own_devices(body: dict[str, Any], environ: Mapping[str, str]) -> None:
+    """Name the devices of this task of a Slurm job: others of its claim are other tasks'.
+
+    The task prolog sets the variables. A request that names devices, or amounts of them, stays.
+    """
+    if body["claim"] != environ.get("AGENTD_CLAIM") or "devices" in body:
+        return
+    slots = pairs(environ.get("AGENTD_SLOTS", "").split())
+    if slots and not slots.keys() & body.get("slots", {}).keys():
+        body["slots"] = {**slots, **body.get("slots", {})}
+        body["devices"] = listed(environ.get("AGENTD_DEVICES", "").split())
 
 
 def stdin_has_data() -> bool:

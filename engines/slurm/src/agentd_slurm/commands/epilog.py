@@ -11,10 +11,17 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 
 from agentd import stderr
 from agentd.errors import AgentdError
-from agentd_slurm.commands.job_environment import InvalidEnvironment, JobEnvironment, log_line
+from agentd_slurm.commands.job_environment import (
+    InvalidEnvironment,
+    JobEnvironment,
+    log_line,
+    read_mark,
+)
+from agentd_slurm.gres_map import UnusableMap, map_path, read_map
 from agentd_slurm.node_client import NodeClient, socket_path
 from agentd_slurm.processes import find_processes
 
@@ -46,18 +53,20 @@ def run_epilog(environ: Mapping[str, str]) -> int:
 
 
 def _release(job: JobEnvironment, node: NodeClient) -> None:
-    with node.locked(job.job_id):
+    with node.locked(job.job_id, is_shared=bool(read_mark(job.mark))):
         claims = node.claims_of(job.job_id)
-        has_ended = not claims or _wait_ended(job)
+        agents = {claim["agent_id"] for claim in claims}
+        with suppress(UnusableMap):
+            agents.add(read_map(map_path()).agent)
+        has_ended = _wait_ended(job)
+        node.delete_kernels(job.job_id, agents)
+        if not has_ended:
+            log_line("epilog", f"job {job.job_id} left processes; agentd-slurm sync ends its claim")
+            return
         for claim in claims:
-            if has_ended:
-                node.release(claim)
-            else:
-                node.delete_kernels(claim)
-    if has_ended:
-        job.mark.unlink(missing_ok=True)
-    else:
-        log_line("epilog", f"job {job.job_id} left processes; agentd-slurm sync ends its claim")
+            node.release(claim)
+        for claim_id in job.take_mark():
+            node.release_id(claim_id)
 
 
 def _wait_ended(job: JobEnvironment) -> bool:

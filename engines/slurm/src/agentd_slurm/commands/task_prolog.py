@@ -1,12 +1,14 @@
 """`agentd-slurm task-prolog`: let a task start only on GPUs that its job has claimed.
 
 Slurm runs it as the job's user, before each task, and takes lines `export NAME=VALUE` from it. It
-names the job's claim and agent to the task. With an exit status other than 0 the task does not
-start. That is needed beside the prolog: slurmd runs none for the id of a job that it still knows,
-and a slurmctld that was killed gives ids of its last seconds again.
+names the job's claim and agent to the task. With exit status 3 the task does not start; the shell
+program around it lets a task start after any other. That is needed beside the prolog: slurmd runs
+none for the id of a job that it still knows, and a slurmctld that was killed gives ids of its last
+seconds again.
 
 A task is refused where agentd and slurmctld agree that the job runs here on GPUs which it did not
-claim. Where one of them cannot be asked, it starts.
+claim. Where one of them cannot be asked, it starts. The claim of a shared device is root's, which
+the job's user does not see: the mark that the prolog left says that the job has a part of it.
 """
 
 from __future__ import annotations
@@ -15,21 +17,24 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 from agentd import stderr
 from agentd.errors import AgentdError
 from agentd_slurm import controller
-from agentd_slurm.claim_ids import claim_ids, jobs_of_kernels
+from agentd_slurm.claim_ids import claim_ids, jobs_of_kernels, shared_claim_id
+from agentd_slurm.commands.job_environment import RUN_FOLDER, RUN_VARIABLE, read_mark
 from agentd_slurm.controller import SlurmFailed
 from agentd_slurm.gres_map import GresMap, UnusableMap, map_path, read_map
-from agentd_slurm.jobs import PLACEHOLDER_NAME, ROOT, UnreadableAnswer
+from agentd_slurm.jobs import PLACEHOLDER_NAME, ROOT, UnreadableAnswer, expand_hosts
 from agentd_slurm.node_client import NodeClient
 
 USERS_SOCKET = "/run/agentd/slurm.sock"
 """The socket that users of Slurm have. A user's own `AGENTD_SOCKET` may be of another agent."""
 USERS_SOCKET_VARIABLE = "AGENTD_SLURM_SOCKET"
-REFUSED = 1
+REFUSED = 3
 
 
 def main() -> None:
@@ -40,24 +45,23 @@ def main() -> None:
 
 def run_task_prolog(environ: Mapping[str, str]) -> int:
     """Print the variables of a job with GPUs and return the exit status."""
-    job_id = environ.get("SLURM_JOB_ID", "")
-    gpus = environ.get("SLURM_STEP_GPUS") or environ.get("SLURM_JOB_GPUS", "")
-    if not job_id.isdecimal() or not gpus:
+    if not environ.get("SLURM_JOB_ID", "").isdecimal():
         return 0
-    claims: list[Mapping[str, Any]] = []
-    unclaimed = None
+    is_placeholder = os.getuid() == ROOT and environ.get("SLURM_JOB_NAME") == PLACEHOLDER_NAME
     try:
-        gres_map = read_map(map_path())
-        _print(f"export AGENTD_AGENT={gres_map.agent}")
+        task = _Task(environ, read_map(map_path()))
+        _print(f"export AGENTD_AGENT={task.gres_map.agent}")
         socket = environ.get(USERS_SOCKET_VARIABLE) or USERS_SOCKET
-        if os.access(socket, os.R_OK | os.W_OK):
-            node = NodeClient(socket)
-            claims = node.claims_of(int(job_id))
-            unclaimed = _find_unclaimed(node, claims, gpus, gres_map, environ)
-    except (AgentdError, SlurmFailed, UnreadableAnswer, UnusableMap, OSError) as error:
+        if is_placeholder or not os.access(socket, os.R_OK | os.W_OK):
+            return 0
+        node = NodeClient(socket)
+        claims = [claim for job_id in task.jobs for claim in node.claims_of(job_id)]
+        for name, value in task.variables(claims).items():
+            _print(f"export {name}={value}")
+        unclaimed = task.find_unclaimed(claims, node)
+    except (AgentdError, SlurmFailed, UnreadableAnswer, UnusableMap, OSError, ValueError) as error:
         _print(f"print agentd-slurm task-prolog: {error}")
-    claim = claims[0]["claim_id"] if claims else next(claim_ids(int(job_id)))
-    _print(f"export AGENTD_CLAIM={claim}")
+        return 0
     if unclaimed is None:
         return 0
     name, missing = unclaimed
@@ -72,38 +76,91 @@ def _print(line: str) -> None:
     sys.stdout.write(f"{line}\n")
 
 
-def _find_unclaimed(
-    node: NodeClient,
-    claims: Sequence[Mapping[str, Any]],
-    gpus: str,
-    gres_map: GresMap,
-    environ: Mapping[str, str],
-) -> tuple[str, str] | None:
-    """Return the name of a running job and its GPUs that it did not claim; None if it has all.
+class _Task:
+    """A task on this node, as its environment describes it.
 
     The environment names GPUs of this node in a batch script, and in a step that was given some.
-    Another step inherits what its caller had on another node: then slurmctld is asked.
-
-    Raises:
-        AgentdError, SlurmFailed, UnreadableAnswer: it cannot be found out.
+    Another step inherits what its caller had on another node. The tasks of a job of components
+    have the id of their leader: `jobs` are the components on this node.
     """
-    job_id = int(environ["SLURM_JOB_ID"])
-    is_placeholder = os.getuid() == ROOT and environ.get("SLURM_JOB_NAME") == PLACEHOLDER_NAME
-    if is_placeholder or environ.get("SLURM_HET_SIZE"):  # its tasks have the id of their leader
+
+    def __init__(self, environ: Mapping[str, str], gres_map: GresMap) -> None:
+        self.gres_map = gres_map
+        self._node = environ.get("SLURMD_NODENAME", "")
+        gpus = environ.get("SLURM_STEP_GPUS") or environ.get("SLURM_JOB_GPUS", "")
+        self._indices = {int(index) for index in gpus.split(",") if index.isdecimal()}
+        components = {
+            int(environ[f"SLURM_JOB_ID_HET_GROUP_{number}"]): expand_hosts(
+                environ[f"SLURM_JOB_NODELIST_HET_GROUP_{number}"]
+            )
+            for number in range(int(environ.get("SLURM_HET_SIZE", "0")))
+        }
+        job_id = int(environ["SLURM_JOB_ID"])
+        is_component = job_id in components
+        self.jobs = [
+            job for job, nodes in components.items() if is_component and self._node in nodes
+        ] or [job_id]
+        folder = Path(environ.get(RUN_VARIABLE) or RUN_FOLDER)
+        self._shared = {claim for job in self.jobs for claim in read_mark(folder / str(job))}
+
+    def variables(self, claims: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+        """Return the variables that name the claim of the task's GPUs, and those of its GPUs."""
+        chosen = [claim for claim in claims if not self._missing(self._indices, [claim])] or claims
+        if not chosen:
+            return {} if self._shared else {"AGENTD_CLAIM": next(claim_ids(self.jobs[0]))}
+        claim = chosen[0]
+        named = {
+            self.gres_map.devices[i].device_id for i in self._indices & {*self.gres_map.devices}
+        }
+        amounts = [
+            (f"{name}={device}", slot, Decimal(amount))
+            for name, slots in claim["allocation"].items()
+            for slot in slots.keys() & claim["slots"].keys()
+            for device, amount in slots[slot].items()
+            if device in named
+        ]
+        sums: dict[str, Decimal] = {}
+        for _, slot, amount in amounts:
+            sums[slot] = sums.get(slot, Decimal()) + amount
+        return {
+            "AGENTD_CLAIM": claim["claim_id"],
+            "AGENTD_DEVICES": " ".join(device for device, *_ in amounts),
+            "AGENTD_SLOTS": " ".join(f"{slot}={amount:f}" for slot, amount in sums.items()),
+        }
+
+    def find_unclaimed(
+        self, claims: Sequence[Mapping[str, Any]], node: NodeClient
+    ) -> tuple[str, str] | None:
+        """Return the name of a running job and its GPUs that it did not claim; None if it has all.
+
+        Raises:
+            AgentdError, SlurmFailed, UnreadableAnswer: it cannot be found out.
+        """
+        if not self._missing(self._indices, claims) and (self._indices or self._shared):
+            return None
+        users = jobs_of_kernels(node.kernels())
+        for job_id in self.jobs:
+            job = controller.get_job(job_id)
+            if job is None or job.state != "RUNNING" or (not claims and job_id in users):
+                continue
+            gpus = {*(job.gpus.get(self._node) or ()), *(job.shared.get(self._node) or ())}
+            if missing := self._missing(gpus, claims):
+                return job.name, missing
         return None
-    claimed = _claimed_devices(claims)
-    named_indices = {int(index) for index in gpus.split(",") if index.isdecimal()}
-    if _missing_names(named_indices, gres_map, claimed) == "":
-        return None
-    if not claims and job_id in jobs_of_kernels(node.kernels()):
-        return None
-    job = controller.get_job(job_id)
-    if job is None or job.state != "RUNNING":
-        return None
-    missing = _missing_names(
-        job.gpus.get(environ.get("SLURMD_NODENAME", "")) or (), gres_map, claimed
-    )
-    return (job.name, missing) if missing else None
+
+    def _missing(self, indices: Iterable[int], claims: Iterable[Mapping[str, Any]]) -> str:
+        """Return the names of the GPUs that are not held, by their index where the map has none."""
+        names = []
+        claimed = _claimed_devices(claims)
+        for index in sorted(indices):
+            device = self.gres_map.devices.get(index)
+            if device is None:
+                names.append(f"GPU {index}")
+            elif not (
+                device.device_id in claimed or shared_claim_id(device.stable_id) in self._shared
+            ):
+                names.append(device.device_id)
+        return ", ".join(names)
 
 
 def _claimed_devices(claims: Iterable[Mapping[str, Any]]) -> frozenset[str]:
@@ -115,13 +172,3 @@ def _claimed_devices(claims: Iterable[Mapping[str, Any]]) -> frozenset[str]:
         for amounts in slots.values()
         for device in amounts
     )
-
-
-def _missing_names(indices: Iterable[int], gres_map: GresMap, claimed: frozenset[str]) -> str:
-    """Return the names of the GPUs that are not held, by their index where the map has none."""
-    device_by_index = gres_map.devices
-    names = (
-        device_by_index[i].device_id if i in device_by_index else f"GPU {i}"
-        for i in sorted(indices)
-    )
-    return ", ".join(name for name in names if name not in claimed)

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any, NamedTuple
 
-from agentd_slurm.claim_ids import claim_ids, labels_of
+from agentd_slurm.claim_ids import SHARED_LABELS, claim_ids, labels_of, shared_claim_id
 from agentd_slurm.gres_map import GresDevice, GresMap
-from agentd_slurm.jobs import Job
+from agentd_slurm.jobs import ROOT, Job
 
 
 class NothingToClaim(NamedTuple):
@@ -18,10 +18,15 @@ class NothingToClaim(NamedTuple):
 
 
 class ClaimDevices(NamedTuple):
-    """Create a claim, once those of earlier runs have ended."""
+    """Create a claim, once those of earlier runs have ended.
+
+    `request` is empty where the job has no GPU of its own. `shared` are the requests for claims of
+    devices that the job shares with other jobs.
+    """
 
     agent: str
     request: Mapping[str, Any]
+    shared: Sequence[Mapping[str, Any]] = ()
 
 
 class RefuseJob(NamedTuple):
@@ -54,9 +59,16 @@ class PrologFacts(NamedTuple):
 PrologAction = NothingToClaim | ClaimDevices | RefuseJob | FailProlog
 
 
+class GpuIndices(NamedTuple):
+    """The indices of a job's GPUs on this node: its own, and those that it shares with others."""
+
+    own: frozenset[int]
+    shared: frozenset[int]
+
+
 def indices_to_claim(
     job: Job | None, node: str
-) -> frozenset[int] | NothingToClaim | RefuseJob | FailProlog:
+) -> GpuIndices | NothingToClaim | RefuseJob | FailProlog:
     """Return the indices of the job's GPUs on this node, or why there is nothing to claim.
 
     Slurm's own variable is not a source: of a job that names two types it has the last one alone.
@@ -67,35 +79,76 @@ def indices_to_claim(
         return NothingToClaim("the job is a placeholder")
     if not job.is_on(node):
         return NothingToClaim(f"the job is not on node {node} any more")
-    indices = job.gpus.get(node, frozenset[int]())
-    if indices is None:
+    own, shared = job.gpus.get(node, frozenset()), job.shared.get(node, frozenset())
+    if own is None or shared is None:
         return RefuseJob("Slurm names no indices of the job's GPUs: gres.conf needs File=")
-    return indices or NothingToClaim("the job has no GPUs here")
+    if not own | shared:
+        return NothingToClaim("the job has no GPUs here")
+    return GpuIndices(own, shared)
 
 
 def decide_prolog(facts: PrologFacts) -> PrologAction:
     """Return what the prolog does."""
     indices = indices_to_claim(facts.job, facts.node)
-    if not isinstance(indices, frozenset):
+    if not isinstance(indices, GpuIndices):
         return indices
     assert facts.gres_map is not None  # noqa: S101 - a job with GPUs was found, so it was read
     assert facts.job is not None  # noqa: S101 - the same
     if facts.has_processes:
         return RefuseJob("processes of an earlier run of the job are left on the node")
-    rows = []
-    for index in sorted(indices):
-        row = find_device(index, facts.gres_map, facts.devices)
-        if isinstance(row, str):
-            return RefuseJob(row)
-        rows.append(row)
-    request = {
+    own, shared = (_find_devices(facts, facts.job, part) for part in indices)
+    if isinstance(own, str) or isinstance(shared, str):
+        return RefuseJob(own if isinstance(own, str) else str(shared))
+    labels = {**labels_of(facts.job_id), "user": facts.user}
+    request = claim_request(next(claim_ids(facts.job_id)), own, facts.job.user_id, labels)
+    return ClaimDevices(
+        facts.gres_map.agent, request if own else {}, tuple(map(_shared_request, shared))
+    )
+
+
+def claim_request(
+    holder: str, rows: Sequence[Mapping[str, Any]], owner_uid: int, labels: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the request for a claim of whole devices."""
+    return {
         "slots": amounts(rows),
         "devices": ids_by_name(rows),
-        "holder": {"name": next(claim_ids(facts.job_id))},
-        "owner_uid": facts.job.user_id,
-        "labels": {**labels_of(facts.job_id), "user": facts.user},
+        "holder": {"name": holder},
+        "owner_uid": owner_uid,
+        "labels": labels,
     }
-    return ClaimDevices(facts.gres_map.agent, request)
+
+
+def _shared_request(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    claim_id = shared_claim_id(row["stable_id"])
+    return {"claim_id": claim_id, **claim_request(claim_id, [row], ROOT, SHARED_LABELS)}
+
+
+def _find_devices(
+    facts: PrologFacts, job: Job, indices: Iterable[int]
+) -> list[Mapping[str, Any]] | str:
+    """Return the devices of indices as `/v1/devices` lists them, or why one is none."""
+    assert facts.gres_map is not None  # noqa: S101 - as above
+    rows = []
+    for index in sorted(indices):
+        row = contradiction(index, facts.gres_map, job.types.get(facts.node, {})) or find_device(
+            index, facts.gres_map, facts.devices
+        )
+        if isinstance(row, str):
+            return row
+        rows.append(row)
+    return rows
+
+
+def contradiction(index: int, gres_map: GresMap, types: Mapping[int, str]) -> str:
+    """Return what Slurm and the map say about the type of a GPU; empty if they agree."""
+    device, gres_type = gres_map.devices.get(index), types.get(index)
+    if device is None or gres_type is None or gres_type.lower() == device.gres_type.lower():
+        return ""
+    return (
+        f"GPU {index} is of type {gres_type} in Slurm, but the map has {device.device_id} of type"
+        f" {device.gres_type}: write the map again"
+    )
 
 
 def find_device(
@@ -132,3 +185,23 @@ def ids_by_name(devices: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
     for device in devices:
         ids.setdefault(device["device_name"], []).append(device["id"])
     return ids
+
+
+def describe_holders(
+    requests: Iterable[Mapping[str, Any]], devices: Iterable[Mapping[str, Any]]
+) -> str:
+    """Return who holds the devices of requests, and which of them cannot be had."""
+    texts = []
+    for row in devices:
+        if any(row["id"] in request["devices"].get(row["device_name"], ()) for request in requests):
+            holders = ", ".join(
+                f"{kind} {holder[member]}"
+                for holder in row["holders"]
+                for kind, member in (("kernel", "kernel_id"), ("claim", "claim_id"))
+                if holder.get(member)
+            )
+            if holders:
+                texts.append(f"{row['id']} is held by {holders}")
+            elif row["state"] != "ok":
+                texts.append(f"{row['id']} is {row['state']}")
+    return "; ".join(texts)

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agentd_slurm.settings import (
+    SETTINGS_VARIABLE,
+    InvalidSettings,
+    PlaceholderSettings,
+    Settings,
+    parse_settings,
+    read_settings,
+)
+
+
+def test_settings_are_defaults_without_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SETTINGS_VARIABLE, str(tmp_path / "absent"))
+    assert read_settings() == Settings()
+    assert Settings().placeholder.nice == -10000
+
+
+def test_settings_are_read_from_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "slurm.toml"
+    file.write_text(
+        '[slurm]\nbin = "/opt/slurm/bin"\n'
+        '[placeholder]\npartition = "gpu"\naccount = "ops"\nqos = "low"\nreservation = "r"\n'
+        'time = "02:00:00"\nnice = 5\n'
+    )
+    monkeypatch.setenv(SETTINGS_VARIABLE, str(file))
+    placeholder = PlaceholderSettings("gpu", "ops", "low", "r", "02:00:00", 5)
+    assert read_settings() == Settings("/opt/slurm/bin", placeholder)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("x = 1", r"unknown key x \(known: slurm, placeholder\)"),
+        ("[slurm]\nbins = 1", r"unknown key slurm.bins \(known: bin\)"),
+        ("slurm = 1", "invalid slurm: got 1, expected a table"),
+        ("[slurm]\nbin = 1", "invalid slurm.bin: got 1, expected a text"),
+        ('[slurm]\nbin = "bin"', "expected an absolute path"),
+        ("[placeholder]\nnice = true", "invalid placeholder.nice: got True"),
+        ("[placeholder]\nnice = 2147483646", "the limit is 2147483645"),
+        ('[placeholder]\ntime = "soon"', "invalid placeholder.time: got 'soon'"),
+        ('[placeholder]\nqos = "a\\nb"', "invalid placeholder.qos"),
+        ("=", "line 1"),
+    ],
+)
+def test_settings_refuse(text: str, reason: str) -> None:
+    with pytest.raises(InvalidSettings, match=reason):
+        parse_settings(text)
+
+
+@pytest.mark.parametrize("text", ["60", "2-0", "1-02:03", "1-02:03:04", "01:00", "UNLIMITED"])
+def test_settings_take_times_as_slurm_writes_them(text: str) -> None:
+    assert parse_settings(f'[placeholder]\ntime = "{text}"').placeholder.time == text
+
+
+def test_settings_name_the_file_in_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "slurm.toml"
+    file.write_bytes(b"\xff")
+    monkeypatch.setenv(SETTINGS_VARIABLE, str(file))
+    with pytest.raises(InvalidSettings, match=str(file)):
+        read_settings()
