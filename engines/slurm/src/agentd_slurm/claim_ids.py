@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from hashlib import sha256
 from typing import Any
 
 ENGINE = "slurm"
@@ -31,6 +30,8 @@ def claim_ids(job_id: int) -> Iterator[str]:
 
 def shared_claim_id(stable_id: str) -> str:
     """Return the id of the claim of a device that jobs share."""
+    from hashlib import sha256  # noqa: PLC0415 - few jobs share devices, and it loads slowly
+
     return f"{SHARED_PREFIX}{sha256(stable_id.encode()).hexdigest()[:16]}"
 
 

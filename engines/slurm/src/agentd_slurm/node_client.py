@@ -1,19 +1,26 @@
-"""Calls to agentd, repeated until a deadline while it does not answer."""
+"""Calls to agentd, repeated until a deadline while it does not answer.
+
+Each job starts hooks, so this speaks HTTP itself: the client library takes longer to import than a
+hook takes for all of its calls. Paths, pages and errors are those of the library.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
-from agentd.client import Client
+from agentd.client.calls import Call, label_parameters
 from agentd.client.defaults import DEFAULT_SOCKET
+from agentd.client.errors import error_from_response, parse_content, unreachable_error
+from agentd.client.paths import api_path
 from agentd.errors import (
     AgentdError,
     ClaimConflict,
@@ -37,6 +44,8 @@ STOP_S = 5.0
 PAUSE_S = 0.2
 SHARED = 0
 """Stands for a job in the lock: shared devices, of which any job may be the last."""
+FIRST_ERROR = 300
+"""The lowest status of an answer that is not a success."""
 SOCKET_VARIABLE = "AGENTD_SOCKET"
 
 
@@ -52,37 +61,69 @@ class NodeClient:
         self._socket = socket
         self._wait_s = wait_s
 
-    def _call(self, call: Callable[[Client], T], wait_s: float | None = None) -> T:
-        """Make a call of a client.
+    def _call(self, call: Call[T], wait_s: float | None = None) -> T:
+        """Make a call and return its answer, all pages of a list.
 
         Raises:
             AgentdError: agentd refused, or did not answer in time (`Unavailable`).
         """
         deadline = time.monotonic() + (wait_s or self._wait_s)
         while True:
-            remaining_s = max(deadline - time.monotonic(), PAUSE_S)
             try:
-                return call(Client(self._socket, timeout_s=remaining_s, retry_s=remaining_s))
+                answer, page = self._exchange(call, deadline)
+                while page is not None:
+                    part, page = self._exchange(page, deadline)
+                    answer += part
             except Unavailable:
                 if time.monotonic() + PAUSE_S > deadline:
                     raise
                 time.sleep(PAUSE_S)
+            else:
+                return cast("T", answer)
+
+    def _exchange(self, call: Call[T], deadline: float) -> tuple[Any, Call[T] | None]:
+        """Return the content of an answer, and the call for the next page if there is one."""
+        body = b"" if call.body is None else json.dumps(call.body).encode()
+        head = f"{call.method} {call.path} HTTP/1.1\r\nHost: agentd\r\nConnection: close\r\n"
+        if body:
+            head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        try:
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.settimeout(max(deadline - time.monotonic(), PAUSE_S))
+                connection.connect(self._socket)
+                connection.sendall(f"{head}\r\n".encode() + body)
+                with connection.makefile("rb") as file:
+                    first, *lines = iter(file.readline, b"\r\n")
+                    content = file.read()
+            headers = {
+                name.lower(): value.strip()
+                for name, _, value in (line.decode("latin-1").partition(":") for line in lines)
+            }
+            status = int(first.split()[1])
+            if len(content) < int(headers.get("content-length", "0")):
+                raise OSError(0, "the answer is cut off")
+        except (OSError, ValueError, IndexError) as error:
+            raise unreachable_error(self._socket, error) from None
+        if status >= FIRST_ERROR:
+            raise error_from_response(status, content, headers.get("retry-after"))
+        return parse_content(content), call.next_page(headers.get("link"))
 
     def devices(self) -> Sequence[Mapping[str, Any]]:
         """Return the devices of the node."""
-        return self._call(Client.devices)
+        return self._call(Call("GET", api_path("devices"), is_paged=True))
 
     def claims(self) -> Sequence[Mapping[str, Any]]:
         """Return every claim."""
-        return self._call(Client.claims)
+        return self._call(Call("GET", api_path("claims"), is_paged=True))
 
-    def kernels(self, claim: str | None = None) -> Sequence[Mapping[str, Any]]:
-        """Return every kernel, or those of a claim."""
-        return self._call(lambda node: node.kernels(claim=claim))
+    def kernels(self) -> Sequence[Mapping[str, Any]]:
+        """Return every kernel."""
+        return self._call(Call("GET", api_path("kernels"), is_paged=True))
 
     def claims_of(self, job_id: int) -> list[Mapping[str, Any]]:
         """Return the claims that were made for a job."""
-        rows = self._call(lambda node: node.claims(labels=labels_of(job_id)))
+        path = api_path("claims", label=label_parameters(labels_of(job_id)))
+        rows: Sequence[Mapping[str, Any]] = self._call(Call("GET", path, is_paged=True))
         return [row for row in rows if job_of_claim(row) == job_id]
 
     def create_claim(self, job_id: int, agent: str, request: Mapping[str, Any]) -> None:
@@ -98,7 +139,7 @@ class NodeClient:
                 self.release(claim)
             try:
                 body = {**request, "claim_id": claim_id}
-                self._call(partial(Client.create_claim, agent_id=agent, request=body))
+                self._create(agent, body)
             except ClaimConflict as error:
                 conflict = error
             else:
@@ -112,16 +153,20 @@ class NodeClient:
             AgentdError: the device is another holder's, or the id is.
         """
         try:
-            self._call(partial(Client.create_claim, agent_id=agent, request=request))
+            self._create(agent, request)
         except ClaimConflict:  # one that sync made, as observed
-            claim = self._call(lambda node: node.claim(request["claim_id"]))
+            call: Call[Mapping[str, Any]] = Call("GET", api_path("claims", request["claim_id"]))
+            claim = self._call(call)
             if not is_shared_claim(claim) or claim["agent_id"] != agent:
                 raise
+
+    def _create(self, agent: str, request: Mapping[str, Any]) -> None:
+        self._call(Call("POST", api_path("agents", agent, "claims"), request))
 
     def release_id(self, claim_id: str) -> None:
         """Release a claim that may have ended."""
         with suppress(UnknownClaim):
-            self._call(lambda node: node.release_claim(claim_id))
+            self._call(Call("DELETE", api_path("claims", claim_id)))
 
     def delete_kernels(self, job_id: int, agents: Iterable[str]) -> None:
         """Stop and delete every kernel that was made from the claims of a job, all together.
@@ -142,10 +187,10 @@ class NodeClient:
             raise errors[0]
 
     def _delete_kernel(self, kernel_id: str, errors: list[AgentdError]) -> None:
-        delete = partial(Client.delete_kernel, kernel_id=kernel_id, timeout=STOP_S)
+        path = api_path("kernels", kernel_id, timeout=STOP_S)
         try:
             with suppress(UnknownKernel):
-                self._call(delete, wait_s=self._wait_s + 2 * STOP_S)
+                self._call(Call("DELETE", path), wait_s=self._wait_s + 2 * STOP_S)
         except AgentdError as error:
             errors.append(error)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import tomllib
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -70,6 +69,8 @@ def parse_settings(text: str) -> Settings:
     Raises:
         InvalidSettings: it has an unknown key or a bad value.
     """
+    import tomllib  # noqa: PLC0415 - slow to load, and most sites have no such file
+
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

@@ -66,9 +66,8 @@ def run_task_prolog(environ: Mapping[str, str]) -> int:
         return 0
     name, missing = unclaimed
     _print(f"print agentd-slurm task-prolog: the job did not claim {missing}: it is sent back")
-    if environ.get("SLURM_LOCALID", "0") == "0":
-        with suppress(SlurmFailed):
-            controller.requeue(name)
+    with suppress(SlurmFailed):
+        controller.requeue(name)
     return REFUSED
 
 
@@ -109,9 +108,8 @@ class _Task:
         if not chosen:
             return {} if self._shared else {"AGENTD_CLAIM": next(claim_ids(self.jobs[0]))}
         claim = chosen[0]
-        named = {
-            self.gres_map.devices[i].device_id for i in self._indices & {*self.gres_map.devices}
-        }
+        devices = self.gres_map.devices
+        named = {devices[index].device_id for index in self._indices & devices.keys()}
         amounts = [
             (f"{name}={device}", slot, Decimal(amount))
             for name, slots in claim["allocation"].items()
