@@ -138,6 +138,7 @@ class SlurmNodes:
         named = {
             "AGENTD_SOCKET": str(socket),
             "AGENTD_SLURM_MAP": str(self.map_file(node)),
+            "AGENTD_SLURM_RUN": str(self.folder / node / "run"),
             "AGENTD_SLURM_SETTINGS": str(self.settings_file(node)),
         }
         return {**self.cluster.environment, **named}

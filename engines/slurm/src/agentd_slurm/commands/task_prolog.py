@@ -25,7 +25,12 @@ from agentd import stderr
 from agentd.errors import AgentdError
 from agentd_slurm import controller
 from agentd_slurm.claim_ids import claim_ids, jobs_of_kernels, shared_claim_id
-from agentd_slurm.commands.job_environment import RUN_FOLDER, RUN_VARIABLE, read_mark
+from agentd_slurm.commands.job_environment import (
+    RUN_FOLDER,
+    RUN_VARIABLE,
+    log_line,
+    read_mark,
+)
 from agentd_slurm.controller import SlurmFailed
 from agentd_slurm.gres_map import GresMap, UnusableMap, map_path, read_map
 from agentd_slurm.jobs import PLACEHOLDER_NAME, ROOT, UnreadableAnswer, expand_hosts
@@ -60,7 +65,7 @@ def run_task_prolog(environ: Mapping[str, str]) -> int:
             _print(f"export {name}={value}")
         unclaimed = task.find_unclaimed(claims, node)
     except (AgentdError, SlurmFailed, UnreadableAnswer, UnusableMap, OSError, ValueError) as error:
-        _print(f"print agentd-slurm task-prolog: {error}")
+        log_line("task-prolog", str(error))  # the task's own output is no log
         return 0
     if unclaimed is None:
         return 0

@@ -196,7 +196,7 @@ def blocked_gpus(facts: SyncFacts) -> dict[str, str]:
         row["claim_id"]
         for row in facts.claims
         if job_of_claim(row) is not None or is_shared_claim(row)
-    }
+    } - stuck_claims(facts).keys()
     own_kernels = {row["kernel_id"] for row in facts.kernels if row.get("claim_id") in own_claims}
     rows = {device: row_of(device, facts.devices) for device in gres_map.devices.values()}
     shared = {
@@ -214,6 +214,13 @@ def blocked_gpus(facts: SyncFacts) -> dict[str, str]:
             if holders or row["state"] in BLOCKING:
                 blocked[device.gres_type] = holders[0] if holders else row["state"]
     return blocked
+
+
+def stuck_claims(facts: SyncFacts) -> dict[str, int]:
+    """Return the claims, with their jobs, of jobs that are over in Slurm but run on here."""
+    over = facts.running - {job.job_id for job in facts.jobs if job.is_on(facts.node)}
+    jobs = ((row["claim_id"], job_of_claim(row)) for row in facts.claims)
+    return {claim_id: job for claim_id, job in jobs if job in over}
 
 
 def holders_of(request: Mapping[str, Any], devices: Sequence[Mapping[str, Any]]) -> list[str]:
