@@ -88,7 +88,7 @@ NEW: Mapping[str, frozenset[str]] = {
             *(f"gateway {w}_node POST {_NODE}/{w} path:node" for w in ("cordon", "uncordon")),
         }
     ),
-    "environment": frozenset({"AGENTD_RUN_DIR", "AGENTD_SLURM_RUN"}),
+    "environment": frozenset({"AGENTD_RUN_DIR", "AGENTD_SLURM_SETTINGS", "AGENTD_SLURM_RUN"}),
     "log_events": frozenset(
         {
             "condition.began",
@@ -156,6 +156,8 @@ NEW: Mapping[str, frozenset[str]] = {
             f"{document} {name}"
             for document in ("agentd", "gateway")
             for name in (
+                *(f"EngineCondition{member}" for member in ("", " reason", " remedy")),
+                "EngineRequest conditions",
                 "SignalRequest",
                 "SignalRequest signal",
                 "ConditionView",

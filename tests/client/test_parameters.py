@@ -25,6 +25,7 @@ SAMPLES: dict[str, tuple[Any, Any]] = {
     "str | Sequence[str] | None": ("one", ["one", "other"]), "Sequence[str]": (["one"], ["other"]),
     "str | float | None": ("1", 2.5), "bool": (False, True), "int | None": (1, 2),
     "float": (1.0, 2.0), "float | None": (1.0, 2.0),
+    "Sequence[Mapping[str, str]] | None": ([], [{"reason": "r"}]),
     "Mapping[str, str] | None": ({"a": "b"}, {"a": "c"}),
     "Mapping[str, Any]": ({"command": ["a"]}, {"command": ["b"]}),
 }  # fmt: skip

@@ -104,6 +104,15 @@ class Traffic:
         if jobs:
             cluster.run("scancel", self._choice.choice(jobs), check=False)
 
+    async def start_refused(self) -> None:
+        """Start jobs at once that were sent back, which users may do: no prolog may run then."""
+        cluster = self._nodes.cluster
+        words = ("squeue", "-h", "-n", "work", "-t", "PD", "-o", "%i %r")
+        for line in cluster.run(*words, check=False).splitlines():
+            job, _, reason = line.partition(" ")
+            if reason == "BeginTime":
+                cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now", check=False)
+
     async def kill_agentd(self) -> None:
         await self._nodes.daemon.restart(number=signal.SIGKILL)
 
@@ -132,7 +141,9 @@ class Traffic:
 
     async def run(self, seconds: float) -> None:
         """Do one thing after the other; after a quarter of the time, kill one now and then."""
-        usual: list[Callable[[], Awaitable[None]]] = [self.kernel, self.claimant, self.job]
+        usual: list[Callable[[], Awaitable[None]]] = [
+            self.kernel, self.claimant, self.job, self.start_refused,
+        ]  # fmt: skip
         kills = [
             self.cancel, self.kill_agentd, self.kill_slurmd, self.kill_slurmctld,
             self.kill_slurmstepd, self.kill_sync, self.kill_claimant,

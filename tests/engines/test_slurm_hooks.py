@@ -1,4 +1,4 @@
-"""What Slurm's hooks do on a site's day: shared GPUs, an absent slurmctld, users' environments."""
+"""Slurm's hooks on a site's day: shared GPUs, an absent slurmctld, users' environments."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ async def test_prolog_waits_for_an_absent_slurmctld(slurm: NodesOf) -> None:
 
 
 def hold_prolog(nodes: SlurmNodes) -> None:
-    """Let a prolog begin once the file `goes` exists."""
+    """Make prologs wait until the file `goes` exists."""
     file = nodes.folder / "prolog"
     head, _, rest = file.read_text().partition("\n")
     begun, goes = nodes.folder / "begun", nodes.folder / "goes"

@@ -201,24 +201,6 @@ async def test_no_task_starts_on_gpus_without_a_claim(slurm: NodesOf) -> None:
     nodes.cluster.until(ran.exists, "the job does not run again")
 
 
-async def test_job_without_a_claim_is_claimed_beside_a_kernel(slurm: NodesOf) -> None:
-    """Slurm may start a job without its prolog, or somebody release the claim of one by hand."""
-    nodes = await slurm()
-    job = nodes.cluster.submit("--gres=gpu:cuda3:1")
-    held = {f"slurm-{job}": ["cuda3"]}
-    nodes.cluster.until(lambda: "sleep" in names(nodes, job), "the job does not run")
-    await nodes.until_claims(held)
-    assert (await nodes.daemon.call("DELETE", f"/v1/claims/slurm-{job}")).status == 204
-    kernel = await nodes.daemon.running("notebooks", slots=GPU, devices={"cuda": ["cuda3"]})
-    nodes.start_sync(nodes.node)
-    await nodes.until_claims(held, within_s=30)
-    device = await nodes.daemon.device("cuda3")
-    assert (device["state"], len(device["holders"])) == ("overcommitted", 2)
-    await nodes.daemon.call("DELETE", f"/v1/kernels/{kernel['kernel_id']}?timeout=0")
-    nodes.cluster.run("scancel", job)
-    await nodes.until_claims({})
-
-
 async def test_doctor_names_the_setting_that_is_wrong(slurm: NodesOf) -> None:
     nodes = await slurm()
     done = nodes.engine(nodes.node, "doctor", "--node", nodes.node)

@@ -281,3 +281,17 @@ async def test_sync_ends_the_claim_of_a_gpu_that_jobs_shared(slurm: NodesOf) -> 
     assert await nodes.claims() == {claim: devices}
     nodes.sync_once()
     assert await nodes.claims() == {}
+
+
+@pytest.mark.long
+async def test_placeholder_is_replaced_before_its_limit(slurm: NodesOf) -> None:
+    nodes = await slurm(gpu_count=4)
+    nodes.settings_file(nodes.node).write_text('[placeholder]\ntime = "00:02:00"\n')
+    kernel = (await nodes.daemon.running("notebooks", **ON_CUDA3))["kernel_id"]
+    nodes.start_sync(nodes.node)
+    until_blocked(nodes, kernel)
+    first = nodes.cluster.run("squeue", "-h", "--name=agentd", "-o", "%A").strip()
+    nodes.cluster.until_state(first, "RUNNING")
+    nodes.cluster.until(lambda: nodes.cluster.state(first) != "RUNNING", "it runs on", 90)
+    assert nodes.cluster.job(first)["JobState"] != "TIMEOUT"
+    until_blocked(nodes, kernel)

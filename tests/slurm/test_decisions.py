@@ -38,7 +38,7 @@ from agentd_slurm.decisions.sync import (
 )
 from agentd_slurm.gres_map import GresDevice, GresMap
 from agentd_slurm.jobs import Job
-from agentd_slurm.placeholders import NodeState, Placeholder
+from agentd_slurm.placeholders import Placeholder, SlurmNode
 
 MAP = GresMap.of("slurm", [GresDevice(f"cuda{n}", f"GPU-{n}") for n in (1, 3)])
 
@@ -154,7 +154,7 @@ SHARED = ["slurm", "notebooks"]
 OF_ID = shared_claim_id("GPU-3")
 OF_DEVICE = {"claim_id": OF_ID, "labels": {"engine": "slurm"}}
 SHARER = JOB._replace(job_id=8, gpus={}, shared={"n1": frozenset({1})})
-BUSY = NodeState(frozenset({"MIXED"}), used=frozenset({0}))
+BUSY = SlurmNode(frozenset({"MIXED"}), used=frozenset({0}))
 SYNC = SyncFacts(
     "n1",
     MAP,
@@ -175,7 +175,7 @@ def third(*holders: dict[str, str], **members: Any) -> dict[str, Any]:
 
 def node(*flags: str, used: tuple[int, ...] = (0,), **facts: Any) -> dict[str, Any]:
     """The facts of a node with these flags."""
-    return {"slurm_node": NodeState(frozenset(flags), used=frozenset(used)), **facts}
+    return {"slurm_node": SlurmNode(frozenset(flags), used=frozenset(used)), **facts}
 
 
 RUNNING = Placeholder(9, "RUNNING", "None", float("inf"), "cuda3", "k1")
@@ -232,6 +232,14 @@ SYNC_CASES: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "in its reservation": (
         USED_BY_KERNEL | node("MIXED", "RESERVED", in_reservation=True),
         [START],
+    ),
+    "waits for the first look": (
+        third(state="withheld", reason="until engine slurm is ready"),
+        [],
+    ),
+    "withheld": (
+        third(state="withheld", reason="until engine kubernetes is ready"),
+        [StartPlaceholder("cuda3", "withheld")],
     ),
     "drained": (third(state="drained"), [StartPlaceholder("cuda3", "drained")]),
     "missing": ({"devices": (row(1, agents=SHARED),)}, [StartPlaceholder("cuda3", "missing")]),
@@ -336,7 +344,7 @@ SUSPENDS = {"SuspendProgram": "/sbin/suspend", "SuspendTime": "600 sec"}
 
 
 def settings_checks(**changes: str) -> list[SlurmCheck]:
-    return list(check_settings(GOOD | changes, "n1", NodeState(partitions=("gpu", "all"))))
+    return list(check_settings(GOOD | changes, "n1", SlurmNode(partitions=("gpu", "all"))))
 
 
 @pytest.mark.parametrize(

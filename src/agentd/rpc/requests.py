@@ -401,7 +401,7 @@ class EngineCondition(Body):
     """Something that operators should know about an engine, and what they can do."""
 
     reason: Annotated[_Sentence, Field(min_length=1, description="A sentence for operators.")]
-    remedy: _Sentence = Field("", description="What operators can do.")
+    remedy: _Sentence = Field("", description="Advice for operators.")
 
 
 class EngineRequest(Body):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentd.cli.agentctl.run import RUN_LABEL
+from agentd.cli.agentctl.run import RUN_LABEL, add_own_devices
 from support import fork_server
 from support.daemon import Daemon
 from support.scripted_node import Agentctl, ScriptedNode
@@ -216,3 +216,34 @@ async def test_create_of_a_run_has_its_attempt(
 async def test_run_is_no_command_of_a_fleet(folder: Path) -> None:
     done = fork_server.run("agentctl", "--fleet", f"unix:{folder}/none", "run", "a", "--", "true")
     assert (done.returncode, "not for a fleet" in done.stderr) == (2, True)
+
+
+TASK = {"AGENTD_CLAIM": "c1", "AGENTD_SLOTS": "cuda.device=1", "AGENTD_DEVICES": "cuda=cuda1"}
+
+
+@pytest.mark.parametrize(
+    ("body", "changes", "wanted"),
+    [
+        pytest.param({}, {}, ({"cuda.device": "1"}, {"cuda": ["cuda1"]}), id="a task"),
+        pytest.param(
+            {"slots": {"cpu": "0"}},
+            {"AGENTD_SLOTS": "a.device=2", "AGENTD_DEVICES": "a=a0 a=a1"},
+            ({"a.device": "2", "cpu": "0"}, {"a": ["a0", "a1"]}),
+            id="other slots are kept",
+        ),
+        pytest.param({}, {"AGENTD_CLAIM": "c2"}, (None, None), id="another claim"),
+        pytest.param({}, {"AGENTD_SLOTS": ""}, (None, None), id="no GPUs"),
+        pytest.param(
+            {"slots": {"cuda.device": "2"}}, {}, ({"cuda.device": "2"}, None), id="own amounts"
+        ),
+        pytest.param(
+            {"devices": {"cuda": ["cuda3"]}}, {}, (None, {"cuda": ["cuda3"]}), id="own devices"
+        ),
+    ],
+)
+def test_task_of_slurm_names_its_own_devices(
+    body: dict[str, Any], changes: dict[str, str], wanted: tuple[Any, Any]
+) -> None:
+    body = {"claim": "c1", **body}
+    add_own_devices(body, TASK | changes)
+    assert (body.get("slots"), body.get("devices")) == wanted

@@ -1,7 +1,7 @@
 """The claims of a job: their ids begin with a prefix that only admins use, and labels name the job.
 
 An id may be taken by a record of before, so the labels, and not the id, say whose a claim is.
-A device of which jobs have shards, or parts by MPS, is held whole by one claim for all of them.
+A device that jobs share, by shards or MPS, is held whole by one claim for all of them.
 """
 
 from __future__ import annotations

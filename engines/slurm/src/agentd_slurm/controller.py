@@ -29,8 +29,8 @@ from agentd_slurm.jobs import (
 )
 from agentd_slurm.placeholders import (
     PLACEHOLDER_FORMAT,
-    NodeState,
     Placeholder,
+    SlurmNode,
     choose_partitions,
     parse_node,
     parse_placeholders,
@@ -47,7 +47,7 @@ FOLDERS = "/usr/bin:/usr/local/bin:/opt/slurm/bin:/usr/local/slurm/bin"
 _SLURMD = re.compile(r"slurm(?:step)?d(?:-wlm)?(?: \(deleted\))?")
 _UNKNOWN_JOB = "Invalid job id"
 _NO_ANSWER = re.compile(
-    r"[Uu]nable to contact|timed out|Zero Bytes|standby|[Cc]onnection|not connected|not resolve"
+    r"[Uu]nable to contact|timed out|Zero Bytes|standby|[Cc]onnection|Unexpected message"
 )
 """Errors of a slurmctld that restarts, or hands over to another."""
 MAX_REASON = 1024
@@ -310,7 +310,7 @@ def read_configuration() -> dict[str, str]:
     return {name.strip(): value.strip() for name, separator, value in lines if separator}
 
 
-def read_node(node: str) -> NodeState:
+def read_node(node: str) -> SlurmNode:
     """Return a node as Slurm sees it."""
     return parse_node(run_command("scontrol", "--oneliner", "--details", "show", "node", node))
 

@@ -25,7 +25,6 @@ WAITING = frozenset({"PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RES
 _DEVICES = re.compile(
     r"(?:^|,)(gpu|shard|mps)(?::([^:,()]+))?(?::([0-9]+))?(?:\(([^()]*)\))?(?=,|$)"
 )
-_TYPE = re.compile(r" TresPerNode=(?:gres[:/])?gpu:([^:,= ]+)")
 _HEAD = re.compile(r"((?:\w+=\S+ )*?)JobName=")
 _AFTER_NAME = re.compile(r" UserId=[^=]*\(([0-9]{1,10})\) GroupId=[^=]*\([0-9]+\) MCS_label=")
 _AFTER_LABEL = re.compile(r" Priority=[0-9]+ Nice=-?[0-9]+ Account=")
@@ -52,9 +51,8 @@ class UnclearJob(UnreadableAnswer):
 class Job(NamedTuple):
     """One job of the queue. `gpus` are its indices on each node, None if Slurm has none.
 
-    `shared` are those of GPUs of which it has shards or a part by MPS, on each node. `types` names
-    the type of each index in gres.conf, as far as Slurm's answer has it.
-    `required_nodes` is as its user wrote it: a placeholder's is the name of one node.
+    `shared` are those of GPUs that it shares, by shards or MPS. `types` has the types of its GPUs
+    in gres.conf by index, where Slurm's answer names them.
     `name` is the word by which Slurm's commands know it alone: ARRAYID_TASK, LEADER+OFFSET, or its
     id. The id of an array's last task or of a leader means all of them.
     """
@@ -64,8 +62,6 @@ class Job(NamedTuple):
     user_id: int
     state: str
     comment: str = ""
-    gpu_type: str = ""
-    required_nodes: str = ""
     nodes: tuple[str, ...] = ()
     gpus: Mapping[str, frozenset[int] | None] = {}
     shared: Mapping[str, frozenset[int] | None] = {}
@@ -109,7 +105,6 @@ def parse_job(text: str) -> Job:
 
 def _parse_fields(job_id: int, name: str, user_id: int, after_label: str) -> Job:
     """Read what stands behind the label of a job; what a user chooses comes last."""
-    gpu_type = _TYPE.search(after_label)
     try:
         details = _parse_details(after_label)
         return Job(
@@ -118,8 +113,6 @@ def _parse_fields(job_id: int, name: str, user_id: int, after_label: str) -> Job
             user_id=user_id,
             state=_field(after_label, "JobState"),
             comment=_field(after_label, "Comment"),
-            gpu_type=gpu_type[1] if gpu_type and not gpu_type[1].isdecimal() else "",
-            required_nodes=_field(after_label, "ReqNodeList"),
             nodes=tuple(expand_hosts(_field(after_label, "NodeList"))),
             gpus={node: parse_gpu_indices(text) for node, text in details.items()},
             shared={

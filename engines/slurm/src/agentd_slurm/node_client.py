@@ -43,7 +43,7 @@ STOP_S = 5.0
 """Seconds between TERM and KILL for kernels of a job that is over."""
 PAUSE_S = 0.2
 SHARED = 0
-"""Stands for a job in the lock: shared devices, of which any job may be the last."""
+"""Stands for a job in the lock: the shared devices of all jobs."""
 FIRST_ERROR = 300
 """The lowest status of an answer that is not a success."""
 SOCKET_VARIABLE = "AGENTD_SOCKET"
@@ -93,15 +93,14 @@ class NodeClient:
                 connection.connect(self._socket)
                 connection.sendall(f"{head}\r\n".encode() + body)
                 with connection.makefile("rb") as file:
-                    first, *lines = iter(file.readline, b"\r\n")
-                    content = file.read()
-            headers = {
-                name.lower(): value.strip()
-                for name, _, value in (line.decode("latin-1").partition(":") for line in lines)
-            }
-            status = int(first.split()[1])
-            if len(content) < int(headers.get("content-length", "0")):
+                    answer = file.read()
+            front, is_whole, content = answer.partition(b"\r\n\r\n")
+            first, *lines = front.decode("latin-1").split("\r\n")
+            pairs = (line.partition(":") for line in lines)
+            headers = {name.lower(): value.strip() for name, _, value in pairs}
+            if not is_whole or len(content) < int(headers.get("content-length", "0")):
                 raise OSError(0, "the answer is cut off")
+            status = int(first.split()[1])
         except (OSError, ValueError, IndexError) as error:
             raise unreachable_error(self._socket, error) from None
         if status >= FIRST_ERROR:

@@ -36,7 +36,7 @@ class Placeholder(NamedTuple):
     holder: str
 
 
-class NodeState(NamedTuple):
+class SlurmNode(NamedTuple):
     """A node in Slurm; `used` are the indices of GPUs that its jobs have, also shards of them."""
 
     flags: frozenset[str] = frozenset()
@@ -55,7 +55,8 @@ def parse_placeholders(text: str, node: str) -> list[Placeholder]:
     try:
         for line in text.splitlines():
             job_id, state, reason, left, gres, required, comment = line.split("|", 6)
-            if required == node and state in WAITING | ON_NODE and state != "COMPLETING":
+            is_ours = required == node and comment.startswith(PLACEHOLDER)
+            if is_ours and state in WAITING | ON_NODE and state != "COMPLETING":
                 gpu_type = gres.rpartition(":")[0].rpartition(":")[2]
                 holder, seconds = comment.removeprefix(PLACEHOLDER), _parse_seconds(left)
                 row = Placeholder(int(job_id), state, reason, seconds, gpu_type, holder)
@@ -75,18 +76,18 @@ def _parse_seconds(text: str) -> float:
     return seconds + 86400 * int(days or 0)
 
 
-def parse_node(text: str) -> NodeState:
-    """Read an answer of `scontrol --oneliner --details show node`."""
-    fields = dict(word.partition("=")[::2] for word in text.split() if "=" in word)
+def parse_node(text: str) -> SlurmNode:
+    """Read an answer of `scontrol --oneliner --details show node`; texts of operators come last."""
+    fields = dict(word.partition("=")[::2] for word in reversed(text.split()))
     used: set[int] = set()
     for match in _USED.finditer(fields.get("GresUsed", "")):
         used |= {int(index) for index in expand_hosts(f"[{match[1]}]")}
     flags = frozenset(flag.strip("*~#!%$@^-") for flag in fields.get("State", "").split("+"))
     partitions = tuple(filter(None, fields.get("Partitions", "").split(",")))
-    return NodeState(flags, partitions, fields.get("Gres", ""), frozenset(used))
+    return SlurmNode(flags, partitions, fields.get("Gres", ""), frozenset(used))
 
 
-def choose_partitions(text: str, node: NodeState, settings: PlaceholderSettings) -> list[str]:
+def choose_partitions(text: str, node: SlurmNode, settings: PlaceholderSettings) -> list[str]:
     """Return values of `--partition=` for a placeholder, the best one first.
 
     `text` is the answer of `scontrol --oneliner show partition`. All partitions of the node that

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 DEFAULT_SETTINGS = "/etc/agentd/slurm.toml"
@@ -34,14 +33,14 @@ class PlaceholderSettings(NamedTuple):
     nice: int = -10000
 
 
-class Settings(NamedTuple):
+class SlurmSettings(NamedTuple):
     """All settings. `bin` is the folder of Slurm's commands, empty if it is to be found."""
 
     bin: str = ""
     placeholder: PlaceholderSettings = PlaceholderSettings()
 
 
-def read_settings() -> Settings:
+def read_settings() -> SlurmSettings:
     """Read the settings file.
 
     Raises:
@@ -50,61 +49,50 @@ def read_settings() -> Settings:
     path = os.environ.get(SETTINGS_VARIABLE) or DEFAULT_SETTINGS
     try:
         with open(path, encoding="utf-8-sig") as file:  # noqa: PTH123 - pathlib costs 3 ms
-            text = file.read()
+            return parse_settings(file.read())
     except FileNotFoundError:
-        return Settings()
-    except OSError as error:
-        raise InvalidSettings(f"{path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise InvalidSettings(f"{path}: {error}") from None
-    try:
-        return parse_settings(text)
-    except InvalidSettings as error:
-        raise InvalidSettings(f"{path}: {error}") from None
+        return SlurmSettings()
+    except (OSError, ValueError, InvalidSettings) as error:  # TOML's error is a ValueError
+        raise InvalidSettings(f"{path}: {getattr(error, 'strerror', None) or error}") from None
 
 
-def parse_settings(text: str) -> Settings:
+def parse_settings(text: str) -> SlurmSettings:
     """Read the content of the settings file.
 
     Raises:
         InvalidSettings: it has an unknown key or a bad value.
+        ValueError: it is not TOML.
     """
     import tomllib  # noqa: PLC0415 - slow to load, and most sites have no such file
 
-    try:
-        tables = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise InvalidSettings(str(error)) from None
-    _check_keys("", tables, ("slurm", "placeholder"))
-    slurm = _read_table(tables, "slurm", {"bin": ""})
-    if slurm["bin"] and not str(slurm["bin"]).startswith("/"):
-        raise InvalidSettings(f"invalid slurm.bin: got {slurm['bin']!r}, expected an absolute path")
-    placeholder = _read_table(tables, "placeholder", PlaceholderSettings._field_defaults)
-    if placeholder["time"] and not _TIME.fullmatch(str(placeholder["time"])):
-        wanted = 'expected a time such as "02:00:00"'
-        raise InvalidSettings(f"invalid placeholder.time: got {placeholder['time']!r}, {wanted}")
-    if abs(int(placeholder["nice"])) > MAX_NICE:
-        raise InvalidSettings(f"invalid placeholder.nice: the limit is {MAX_NICE}")
-    return Settings(str(slurm["bin"]), PlaceholderSettings(**placeholder))
+    tables: dict[str, dict[str, Any]] = {
+        "slurm": {"bin": ""},
+        "placeholder": dict(PlaceholderSettings._field_defaults),
+    }
+    for name, given in tomllib.loads(text).items():
+        if not isinstance(given, dict) or name not in tables:
+            raise InvalidSettings(f"unknown key {name}, expected [{'] or ['.join(tables)}]")
+        for key, value in given.items():
+            if key not in tables[name]:
+                raise InvalidSettings(
+                    f"unknown key {name}.{key} (known: {', '.join(tables[name])})"
+                )
+            _check(f"{name}.{key}", value, tables[name][key])
+        tables[name] |= given
+    return SlurmSettings(tables["slurm"]["bin"], PlaceholderSettings(**tables["placeholder"]))
 
 
-def _read_table(
-    tables: Mapping[str, object], name: str, defaults: Mapping[str, str | int]
-) -> dict[str, Any]:
-    """Return the values of a table, with the default of each that is missing."""
-    table = tables.get(name, {})
-    if not isinstance(table, dict):
-        raise InvalidSettings(f"invalid {name}: got {table!r}, expected a table")
-    _check_keys(f"{name}.", table, defaults)
-    for key, value in table.items():
-        wanted = type(defaults[key])
-        if type(value) is not wanted or (wanted is str and not str(value).isprintable()):
-            kind = "a text" if wanted is str else "a whole number"
-            raise InvalidSettings(f"invalid {name}.{key}: got {value!r}, expected {kind}")
-    return {**defaults, **table}
-
-
-def _check_keys(prefix: str, table: Mapping[str, object], known: Iterable[str]) -> None:
-    for key in table:
-        if key not in known:
-            raise InvalidSettings(f"unknown key {prefix}{key} (known: {', '.join(known)})")
+def _check(key: str, value: object, default: object) -> None:
+    """Refuse a value of another type than the default, or that Slurm could not read."""
+    expected = ""
+    if isinstance(default, int):
+        if type(value) is not int or abs(value) > MAX_NICE:
+            expected = f"a whole number up to {MAX_NICE}"
+    elif not isinstance(value, str) or not value.isprintable():
+        expected = "a text"
+    elif key == "slurm.bin" and not value.startswith("/"):
+        expected = "an absolute path"
+    elif key == "placeholder.time" and not _TIME.fullmatch(value):
+        expected = 'a time such as "02:00:00"'
+    if expected:
+        raise InvalidSettings(f"invalid {key}: got {value!r}, expected {expected}")

@@ -10,6 +10,8 @@ from pathlib import Path
 DEFAULT_CONF = "/etc/slurm/slurm.conf"
 NO_LIMIT_S = 300
 """Seconds in which slurmctld restarts or hands over, where slurm.conf sets no limit."""
+PATIENCE = 0.75
+"""The part of that time after which an answer of slurmctld would be too late."""
 NO_VALUE = 65534
 MAX_DEPTH = 8
 _INCLUDE = re.compile(r"include\s+(\S+)", re.IGNORECASE)

@@ -18,7 +18,7 @@ MAX_LINE = 2000
 RUN_FOLDER = "/run/agentd-slurm"
 RUN_VARIABLE = "AGENTD_SLURM_RUN"
 GPU_VARIABLES = ("SLURM_JOB_GPUS", "GPU_DEVICE_ORDINAL")
-"""Lists of a job's GPUs. The second is there for a GPU of which a job has shards, too."""
+"""Lists of a job's GPUs, shared ones too."""
 
 
 class InvalidEnvironment(Exception):

@@ -32,11 +32,9 @@ from agentd_slurm.gres_map import UnusableMap, map_path, read_map
 from agentd_slurm.jobs import UnclearJob, UnreadableAnswer
 from agentd_slurm.node_client import NodeClient, socket_path
 from agentd_slurm.processes import find_processes
-from agentd_slurm.slurm_conf import prolog_timeout_s
+from agentd_slurm.slurm_conf import PATIENCE, prolog_timeout_s
 
 FAILED = 1
-PATIENCE = 0.75
-"""Part of Slurm's time for a prolog after which an answer of slurmctld would be too late."""
 
 
 def main() -> None:

@@ -47,7 +47,7 @@ from agentd_slurm.processes import find_processes
 from agentd_slurm.settings import InvalidSettings, PlaceholderSettings, read_settings
 
 ABOUT = f"engine/{ENGINE}"
-REMEDY = "run: agentd-slurm doctor; for placeholders see /etc/agentd/slurm.toml"
+REMEDY = "run: agentd-slurm doctor (options of placeholders: /etc/agentd/slurm.toml)"
 MIN_RETRY_S, MAX_RETRY_S = 4.0, 30.0
 """Seconds after which a placeholder that failed is tried again; they double each time."""
 ROUND_ERRORS = (
@@ -292,5 +292,5 @@ def run_sync(node: str | None, *, once: bool = False) -> int:
     try:
         synchronizer.stop()
     except ROUND_ERRORS as error:
-        log_line("sync", f"placeholders may be left: {error}")
+        log_line("sync", f"while stopping: {error}")
     return 0

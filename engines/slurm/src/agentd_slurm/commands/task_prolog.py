@@ -7,17 +7,20 @@ none for the id of a job that it still knows, and a slurmctld that was killed gi
 seconds again.
 
 A task is refused where agentd and slurmctld agree that the job runs here on GPUs which it did not
-claim. Where one of them cannot be asked, it starts. The claim of a shared device is root's, which
-the job's user does not see: the mark that the prolog left says that the job has a part of it.
+claim, or slurmctld does not know that it runs. Where one of them cannot be asked, it starts. The
+claim of a shared device is root's, which the job's user does not see: the mark that the prolog left
+says that the job has a part of it.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +34,11 @@ from agentd_slurm.commands.job_environment import (
     log_line,
     read_mark,
 )
-from agentd_slurm.controller import SlurmFailed
+from agentd_slurm.controller import SlurmFailed, until_answered
 from agentd_slurm.gres_map import GresMap, UnusableMap, map_path, read_map
 from agentd_slurm.jobs import PLACEHOLDER_NAME, ROOT, UnreadableAnswer, expand_hosts
 from agentd_slurm.node_client import NodeClient
+from agentd_slurm.slurm_conf import PATIENCE, prolog_timeout_s
 
 USERS_SOCKET = "/run/agentd/slurm.sock"
 """The socket that users of Slurm have. A user's own `AGENTD_SOCKET` may be of another agent."""
@@ -53,26 +57,27 @@ def run_task_prolog(environ: Mapping[str, str]) -> int:
     if not environ.get("SLURM_JOB_ID", "").isdecimal():
         return 0
     is_placeholder = os.getuid() == ROOT and environ.get("SLURM_JOB_NAME") == PLACEHOLDER_NAME
+    variables, unclaimed = {"AGENTD_CLAIM": next(claim_ids(int(environ["SLURM_JOB_ID"])))}, None
     try:
         task = _Task(environ, read_map(map_path()))
         _print(f"export AGENTD_AGENT={task.gres_map.agent}")
         socket = environ.get(USERS_SOCKET_VARIABLE) or USERS_SOCKET
-        if is_placeholder or not os.access(socket, os.R_OK | os.W_OK):
-            return 0
-        node = NodeClient(socket)
-        claims = [claim for job_id in task.jobs for claim in node.claims_of(job_id)]
-        for name, value in task.variables(claims).items():
-            _print(f"export {name}={value}")
-        unclaimed = task.find_unclaimed(claims, node)
+        if not is_placeholder and os.access(socket, os.R_OK | os.W_OK):
+            node = NodeClient(socket)
+            claims = [claim for job_id in task.jobs for claim in node.claims_of(job_id)]
+            variables = task.variables(claims)
+            unclaimed = task.find_unclaimed(claims, node)
     except (AgentdError, SlurmFailed, UnreadableAnswer, UnusableMap, OSError, ValueError) as error:
         log_line("task-prolog", str(error))  # the task's own output is no log
-        return 0
+    for variable, value in variables.items():
+        _print(f"export {variable}={value}")
     if unclaimed is None:
         return 0
     name, missing = unclaimed
     _print(f"print agentd-slurm task-prolog: the job did not claim {missing}: it is sent back")
-    with suppress(SlurmFailed):
-        controller.requeue(name)
+    if name:
+        with suppress(SlurmFailed):
+            controller.requeue(name)
     return REFUSED
 
 
@@ -134,21 +139,28 @@ class _Task:
     def find_unclaimed(
         self, claims: Sequence[Mapping[str, Any]], node: NodeClient
     ) -> tuple[str, str] | None:
-        """Return the name of a running job and its GPUs that it did not claim; None if it has all.
+        """Return the name of the job and its GPUs that it did not claim; None if it has all.
+
+        slurmctld may be away, or restarted and forgot that the job runs. Then the name is empty,
+        and the GPUs are those that the environment names.
 
         Raises:
             AgentdError, SlurmFailed, UnreadableAnswer: it cannot be found out.
         """
         if not self._missing(self._indices, claims) and (self._indices or self._shared):
             return None
+        deadline = time.monotonic() + PATIENCE * prolog_timeout_s()
         users = jobs_of_kernels(node.kernels())
         for job_id in self.jobs:
-            job = controller.get_job(job_id)
-            if job is None or job.state != "RUNNING" or (not claims and job_id in users):
+            if not claims and job_id in users:
                 continue
-            gpus = {*(job.gpus.get(self._node) or ()), *(job.shared.get(self._node) or ())}
+            job = until_answered(partial(controller.get_job, job_id), deadline)
+            name, gpus = "", self._indices
+            if job is not None and job.state == "RUNNING":
+                own, shared = job.gpus.get(self._node), job.shared.get(self._node)
+                name, gpus = job.name, {*(own or ()), *(shared or ())}
             if missing := self._missing(gpus, claims):
-                return job.name, missing
+                return name, missing
         return None
 
     def _missing(self, indices: Iterable[int], claims: Iterable[Mapping[str, Any]]) -> str:

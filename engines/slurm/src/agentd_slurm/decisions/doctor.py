@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from agentd_slurm.decisions.prolog import contradiction, find_device, row_of
 from agentd_slurm.gres_map import GresMap
 from agentd_slurm.jobs import Job, expand_hosts
-from agentd_slurm.placeholders import NodeState
+from agentd_slurm.placeholders import SlurmNode
 
 _REQUIRED_WORDS = {
     "ProctrackType": "proctrack/cgroup",
@@ -33,7 +33,7 @@ class SlurmCheck(NamedTuple):
 
 
 def check_settings(
-    settings: Mapping[str, str], node: str, slurm_node: NodeState
+    settings: Mapping[str, str], node: str, slurm_node: SlurmNode
 ) -> Iterator[SlurmCheck]:
     """Yield a check for each setting of slurm.conf that the engine requires, or that harms it."""
     for name, required in _REQUIRED_WORDS.items():
@@ -52,7 +52,7 @@ def check_settings(
 
 
 def _check_power(
-    settings: Mapping[str, str], node: str, slurm_node: NodeState
+    settings: Mapping[str, str], node: str, slurm_node: SlurmNode
 ) -> Iterator[SlurmCheck]:
     """Yield whether Slurm may suspend the node, on which kernels of agentd may run."""
     program = settings.get("SuspendProgram", "")

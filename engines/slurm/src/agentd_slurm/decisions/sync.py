@@ -14,14 +14,22 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from agentd_slurm.claim_ids import is_shared_claim, job_of_claim, jobs_of_kernels, shared_claim_id
+from agentd_slurm.claim_ids import (
+    ENGINE,
+    is_shared_claim,
+    job_of_claim,
+    jobs_of_kernels,
+    shared_claim_id,
+)
 from agentd_slurm.decisions.prolog import row_of
 from agentd_slurm.gres_map import GresMap
 from agentd_slurm.jobs import WAITING, Job
-from agentd_slurm.placeholders import CLOSED, OPEN, NodeState, Placeholder
+from agentd_slurm.placeholders import CLOSED, OPEN, Placeholder, SlurmNode
 
 BLOCKING = frozenset({"unhealthy", "drained", "gone", "withheld"})
 """States of a device in which agentd gives nothing from it."""
+UNTIL_READY = f"until engine {ENGINE} is ready"
+"""The reason of a device that waits for the first look after a boot."""
 LEAST_LEFT_S = 60.0
 """Seconds before its time limit at which a placeholder is ended."""
 MIN_PAUSE_S, MAX_PAUSE_S, ANSWERS_PER_PAUSE = 4.0, 60.0, 20.0
@@ -98,7 +106,7 @@ class SyncFacts(NamedTuple):
     alive: frozenset[int]
     running: frozenset[int] = frozenset()
     placeholders: Sequence[Placeholder] = ()
-    slurm_node: NodeState = NodeState(frozenset({"IDLE"}))
+    slurm_node: SlurmNode = SlurmNode(frozenset({"IDLE"}))
     in_reservation: bool = False
     postponed: frozenset[str] = frozenset()
 
@@ -211,7 +219,8 @@ def blocked_gpus(facts: SyncFacts) -> dict[str, str]:
                 blocked[device.gres_type] = "missing"
         elif device in shared:
             holders = sorted(_foreign_holders(row, own_claims, own_kernels))
-            if holders or row["state"] in BLOCKING:
+            waits_for_us = row["state"] == "withheld" and row["reason"] == UNTIL_READY
+            if holders or (row["state"] in BLOCKING and not waits_for_us):
                 blocked[device.gres_type] = holders[0] if holders else row["state"]
     return blocked
 
