@@ -11,6 +11,7 @@ from pathlib import Path
 from support.other_users import ADA, home_of
 from support.slurm_howto import PAGE
 from support.slurm_nodes import NodesOf, SlurmNodes
+from support.waiting import until
 
 GPU = {"cuda.device": "1"}
 
@@ -144,20 +145,56 @@ async def test_placeholder_that_the_site_changes_is_told(slurm: NodesOf) -> None
     )
     nodes.configure_slurm("JobSubmitPlugins=lua")
     await nodes.daemon.running("notebooks", slots=GPU, devices={"cuda": ["cuda1"]})
+    first = int(nodes.cluster.submit("--hold", script="true"))
     nodes.start_sync(nodes.node)
-    job = int(nodes.cluster.submit("--hold"))
-
-    async def told() -> list[str]:
-        rows = (await nodes.daemon.get("/v1/node"))["conditions"]
-        return [row["reason"] for row in rows if row["about"] == "engine/slurm"]
-
-    await until_told(told, "gpu:1")
-    assert int(nodes.cluster.submit("--hold")) - job < 8
+    await until(lambda: conditions(nodes), lambda rows: "JobSubmitPlugins" in "".join(rows))
+    assert int(nodes.cluster.submit("--hold", script="true")) - first < 4
 
 
-async def until_told(told, text):  # noqa: ANN001, ANN201
-    import asyncio
+async def conditions(nodes: SlurmNodes) -> list[str]:
+    """Return the conditions that the engine reports."""
+    rows = (await nodes.daemon.get("/v1/node"))["conditions"]
+    return [row["reason"] for row in rows if row["about"] == "engine/slurm"]
 
-    async with asyncio.timeout(40):
-        while not any(text in reason for reason in await told()):
-            await asyncio.sleep(0.2)
+
+def restart_slurm(nodes: SlurmNodes) -> None:
+    """Restart Slurm, whose files were changed meanwhile."""
+    for name in (*nodes.cluster.nodes, "slurmctld"):
+        nodes.cluster.kill(name, signal.SIGTERM)
+    nodes.cluster.start_controller()
+    for node in nodes.cluster.nodes:
+        nodes.cluster.start_node(node)
+    nodes.cluster.until_idle()
+
+
+async def test_name_of_a_node_is_learned_from_its_slurmd(slurm: NodesOf) -> None:
+    """As where slurmd is started with -N, and slurm.conf does not have the name of the host."""
+    nodes = await slurm(gpu_count=1)
+    file = nodes.cluster.folder / "etc/slurm.conf"
+    file.write_text(re.sub("NodeHostname=[^ ]*", "NodeHostname=elsewhere", file.read_text()))
+    restart_slurm(nodes)
+    sync = nodes.start_sync("")
+    told = await until(lambda: conditions(nodes))
+    assert "Invalid node name" in told[0]
+    assert re.search(r"FAIL Gres: .*not found", nodes.engine(nodes.node, "doctor").stdout)
+    nodes.cluster.until_state(nodes.cluster.submit(script="true"), "COMPLETED")
+    await until(lambda: conditions(nodes), [])
+    assert sync.poll() is None
+    assert nodes.engine(nodes.node, "doctor").returncode == 0
+
+
+async def test_lines_of_one_node_harm_no_other(slurm: NodesOf) -> None:
+    """Where all nodes have one gres.conf; slurmd does not start without a device file of its own."""
+    nodes = await slurm(nodes=2, gpu_count=1)
+    first, second = nodes.cluster.nodes
+    dev = nodes.cluster.own / "dev"
+    words = ("--agent=slurm", f"--files={dev}", f"--node={first}")
+    printed = nodes.agentctl(first, "slurm", "gres", *words)
+    (nodes.folder / second / "dev/cuda0").unlink()
+    del nodes.cluster.gres[second]
+    nodes.cluster.configure()
+    lines = re.findall(r"^.*Name=gpu .*$", printed, re.MULTILINE)
+    (nodes.cluster.folder / "etc/gres.conf").write_text("\n".join(lines) + "\n")
+    restart_slurm(nodes)
+    job = nodes.cluster.submit("--gres=gpu:1")
+    await nodes.until_claims({f"slurm-{job}": ["cuda0"]}, first)
