@@ -56,8 +56,23 @@ async def test_hooks_run_after_all_others_of_a_folder(slurm: NodesOf) -> None:
         assert [name for k, name in ran if k == kind][3:] == ["agentd"], ran
 
 
+async def test_script_waits_for_the_prologs_of_all_nodes(slurm: NodesOf) -> None:
+    nodes = await slurm(nodes=2, gpu_count=1)
+    second = nodes.cluster.nodes[1]
+    prolog = (nodes.folder / "prolog").read_text().splitlines()[1:]
+    slow = f"[ $SLURMD_NODENAME != {second} ] || /bin/sleep 2"
+    write_script(nodes.folder / "prolog", slow, *prolog)
+    (flags,) = re.findall(r"^PrologFlags=.*$", PAGE, re.MULTILINE)
+    nodes.configure_slurm(flags)
+    await nodes.daemons[second].running("notebooks", slots=GPU)
+    ran = nodes.folder / "ran"
+    job = nodes.cluster.submit("-N2", "--gres=gpu:1", script=f"touch {ran}; sleep 1000")
+    nodes.cluster.until_requeued(job)
+    assert not ran.exists()
+
+
 async def test_output_of_a_job_has_no_lines_of_hooks(slurm: NodesOf) -> None:
-    """A map that users cannot read is no reason to write into what their programs print."""
+    """Users may be unable to read the map, and parse what their programs print."""
     nodes = await slurm(gpu_count=2)
     nodes.map_file(nodes.node).chmod(0o600)
     output = home_of(nodes.cluster.folder / "users", ADA) / "printed"
@@ -122,6 +137,8 @@ async def test_gpu_that_an_ended_job_holds_is_blocked(slurm: NodesOf) -> None:
     words = ("squeue", "-h", "--name=agentd", "--states=RUNNING", "-o", "%b %k")
     blocked = f"gres:gpu:cuda0:1 agentd:slurm-{job}\n"
     cluster.until(lambda: cluster.run(*words) == blocked, "the GPU is not blocked")
+    (told,) = await conditions(nodes)
+    assert told.startswith(f"slurm-{job} is kept by processes in the cgroup job_{job}")
     next_job = cluster.submit("--gres=gpu:1")
     await nodes.until_claims({f"slurm-{job}": ["cuda0"], f"slurm-{next_job}": ["cuda1"]})
     for pid in orphans:
@@ -131,6 +148,7 @@ async def test_gpu_that_an_ended_job_holds_is_blocked(slurm: NodesOf) -> None:
     nodes.sync_once()
     cluster.until(lambda: cluster.run(*words) == "", "the GPU stays blocked")
     assert await nodes.claims() == {f"slurm-{next_job}": ["cuda1"]}
+    assert await conditions(nodes) == []
 
 
 async def test_placeholder_that_the_site_changes_is_told(slurm: NodesOf) -> None:
@@ -184,7 +202,7 @@ async def test_name_of_a_node_is_learned_from_its_slurmd(slurm: NodesOf) -> None
 
 
 async def test_lines_of_one_node_harm_no_other(slurm: NodesOf) -> None:
-    """Where all nodes have one gres.conf; slurmd does not start without a device file of its own."""
+    """Where all nodes have one gres.conf, and slurmd does not start without its device files."""
     nodes = await slurm(nodes=2, gpu_count=1)
     first, second = nodes.cluster.nodes
     dev = nodes.cluster.own / "dev"

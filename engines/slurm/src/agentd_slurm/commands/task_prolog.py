@@ -68,7 +68,7 @@ def run_task_prolog(environ: Mapping[str, str]) -> int:
             variables = task.variables(claims)
             unclaimed = task.find_unclaimed(claims, node)
     except (AgentdError, SlurmFailed, UnreadableAnswer, UnusableMap, OSError, ValueError) as error:
-        log_line("task-prolog", str(error))  # the task's own output is no log
+        log_line("task-prolog", str(error))  # not into the output of the task
     for variable, value in variables.items():
         _print(f"export {variable}={value}")
     if unclaimed is None:
