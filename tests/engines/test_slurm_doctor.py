@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 
-from engines.test_slurm_sync import set_partitions
+from engines.test_slurm_sync import ON_CUDA3, conditions, set_partitions, until_blocked
 from support.slurm_nodes import NodesOf, SlurmNodes
 
 
@@ -54,3 +54,17 @@ async def test_doctor_names_the_setting_that_harms(slurm: NodesOf) -> None:
     nodes.cluster.start_controller()
     nodes.cluster.until_idle()
     assert [*doctor(nodes)] == ["TaskProlog", "SuspendProgram"]
+
+
+async def test_required_time_limit_is_a_setting(slurm: NodesOf) -> None:
+    nodes = await slurm(gpu_count=4)
+    nodes.configure_slurm("JobSubmitPlugins=require_timelimit\nPriorityType=priority/multifactor")
+    kernel = (await nodes.daemon.running("notebooks", **ON_CUDA3))["kernel_id"]
+    assert "ime limit" in doctor(nodes)["placeholder"]
+    nodes.engine(nodes.node, "sync", "--once", "--node", nodes.node)
+    (told,) = await conditions(nodes)
+    assert told.startswith("GPU cuda3 is not blocked in Slurm: sbatch: ")
+    nodes.settings_file(nodes.node).write_text('[placeholder]\ntime = "1-00:00:00"\n')
+    assert doctor(nodes) == {}
+    nodes.sync_once()
+    until_blocked(nodes, kernel)

@@ -191,13 +191,13 @@ async def test_epilog_ends_stubborn_kernels_together(
     slurm: NodesOf, count: int, keeps: object
 ) -> None:
     """They ignore TERM; the one that does not keep the claim ended it."""
-    nodes = await slurm(gpu_count=1)
-    job = nodes.cluster.submit("--gres=gpu:1")
-    await nodes.until_claims({f"slurm-{job}": ["cuda0"]})
+    nodes = await slurm(gpu_count=count)
+    job = nodes.cluster.submit(f"--gres=gpu:{count}")
+    await nodes.until_claims({f"slurm-{job}": sorted(f"cuda{n}" for n in range(count))})
     command = ["sh", "-c", "trap '' TERM; while :; do sleep 1; done"]
-    for number in range(count):
+    for _ in range(count):
         body = {"claim": f"slurm-{job}", "keep_claim": keeps, "command": command}
-        slots = {"cpu": "0", "cuda.device": str(int(number == 0))}
+        slots = {"cpu": "0", **GPU}
         assert (await nodes.daemon.create("slurm", slots=slots, **body)).status == 201
     nodes.cluster.run("scancel", job)
     nodes.cluster.until_state(job, "CANCELLED")

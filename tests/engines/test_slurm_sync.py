@@ -295,3 +295,25 @@ async def test_placeholder_is_replaced_before_its_limit(slurm: NodesOf) -> None:
     nodes.cluster.until(lambda: nodes.cluster.state(first) != "RUNNING", "it runs on", 90)
     assert nodes.cluster.job(first)["JobState"] != "TIMEOUT"
     until_blocked(nodes, kernel)
+
+
+async def test_placeholder_is_in_no_reservation_but_its_own(slurm: NodesOf) -> None:
+    nodes = await slurm(gpu_count=4)
+    cluster = nodes.cluster
+    kernel = (await nodes.daemon.running("notebooks", **ON_CUDA3))["kernel_id"]
+    nodes.sync_once()
+    until_blocked(nodes, kernel)
+    words = ("reservation=r", "starttime=now", "duration=60", "users=root", "flags=ignore_jobs")
+    cluster.run("scontrol", "create", "reservation", f"nodes={nodes.node}", *words)
+    cluster.until(
+        lambda: "RESERVED" in cluster.run("scontrol", "show", "node", nodes.node), "not reserved"
+    )
+    nodes.sync_once()
+    cluster.until(lambda: not cluster.run("squeue", "-h"), "a placeholder is left")
+    nodes.sync_once()
+    assert placeholders(nodes) == []
+    nodes.settings_file(nodes.node).write_text('[placeholder]\nreservation = "r"\n')
+    nodes.sync_once()
+    until_blocked(nodes, kernel)
+    nodes.sync_once()
+    until_blocked(nodes, kernel)

@@ -48,6 +48,8 @@ from agentd_slurm.settings import InvalidSettings, PlaceholderSettings, read_set
 
 ABOUT = f"engine/{ENGINE}"
 REMEDY = "run: agentd-slurm doctor (options of placeholders: /etc/agentd/slurm.toml)"
+MAX_CONDITIONS = 32
+"""Conditions that agentd takes from one engine."""
 MIN_RETRY_S, MAX_RETRY_S = 4.0, 30.0
 """Seconds after which a placeholder that failed is tried again; they double each time."""
 ROUND_ERRORS = (
@@ -169,6 +171,7 @@ class Synchronizer:
     def report(self, reasons: Sequence[str]) -> None:
         """Make these the conditions of the engine in agentd, if they are not yet."""
         conditions = [{"reason": text[:MAX_REASON], "remedy": REMEDY} for text in reasons]
+        del conditions[MAX_CONDITIONS:]
         client = Client(socket_path(), timeout_s=ANSWER_S)
         shown = [row["reason"] for row in client.node()["conditions"] if row["about"] == ABOUT]
         row = next((row for row in client.engines() if row["engine"] == ENGINE), None)
