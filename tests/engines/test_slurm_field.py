@@ -133,22 +133,19 @@ async def test_gpu_that_an_ended_job_holds_is_blocked(slurm: NodesOf) -> None:
     cluster.until_idle()
     orphans = cluster.processes(job)
     assert orphans, "Slurm ended the orphans"
-    nodes.sync_once()
+    nodes.start_sync(nodes.node)
     words = ("squeue", "-h", "--name=agentd", "--states=RUNNING", "-o", "%b %k")
     blocked = f"gres:gpu:cuda0:1 agentd:slurm-{job}\n"
     cluster.until(lambda: cluster.run(*words) == blocked, "the GPU is not blocked")
-    (told,) = await conditions(nodes)
+    (told,) = await until(lambda: conditions(nodes))
     assert told.startswith(f"slurm-{job} is kept by processes in the cgroup job_{job}")
     next_job = cluster.submit("--gres=gpu:1")
     await nodes.until_claims({f"slurm-{job}": ["cuda0"], f"slurm-{next_job}": ["cuda1"]})
     for pid in orphans:
         os.kill(pid, signal.SIGKILL)
-    cluster.until(lambda: not cluster.processes(job), "an orphan is left")
-    nodes.sync_once()
-    nodes.sync_once()
     cluster.until(lambda: cluster.run(*words) == "", "the GPU stays blocked")
-    assert await nodes.claims() == {f"slurm-{next_job}": ["cuda1"]}
-    assert await conditions(nodes) == []
+    await nodes.until_claims({f"slurm-{next_job}": ["cuda1"]})
+    await until(lambda: conditions(nodes), [])
 
 
 async def test_placeholder_that_the_site_changes_is_told(slurm: NodesOf) -> None:
@@ -199,6 +196,19 @@ async def test_name_of_a_node_is_learned_from_its_slurmd(slurm: NodesOf) -> None
     await until(lambda: conditions(nodes), [])
     assert sync.poll() is None
     assert nodes.engine(nodes.node, "doctor").returncode == 0
+
+
+async def test_map_of_another_machine_is_a_condition(slurm: NodesOf) -> None:
+    """As in an image of a node, or after a GPU was replaced: each job is sent back."""
+    nodes = await slurm(gpu_count=1)
+    text = nodes.map_file(nodes.node).read_text()
+    nodes.map_file(nodes.node).write_text(text.replace("SIM-", "OTHER-"))
+    nodes.sync_once()
+    (told,) = await conditions(nodes)
+    assert "device cuda0 (OTHER-" in told
+    nodes.map_file(nodes.node).write_text(text)
+    nodes.sync_once()
+    assert await conditions(nodes) == []
 
 
 async def test_lines_of_one_node_harm_no_other(slurm: NodesOf) -> None:

@@ -21,6 +21,7 @@ from agentd_slurm import controller
 from agentd_slurm.claim_ids import ENGINE, job_of_claim
 from agentd_slurm.commands.job_environment import known_node, log_line
 from agentd_slurm.controller import MAX_REASON, QueuedJob, SlurmFailed
+from agentd_slurm.decisions.doctor import check_map
 from agentd_slurm.decisions.prolog import ClaimDevices, PrologFacts, RefuseJob, decide_prolog
 from agentd_slurm.decisions.sync import (
     MIN_PAUSE_S,
@@ -83,6 +84,7 @@ class Synchronizer:
         self._settings = PlaceholderSettings()
         self._failures: dict[str, _Failure] = {}
         self._started: set[str] = set()
+        self._stuck: frozenset[str] = frozenset()
         self._has_compared = False
         self._reported: list[dict[str, str]] | None = None
         self._told: set[str] = set()
@@ -108,6 +110,7 @@ class Synchronizer:
             controller.read_node(self._node),
             bool(self._settings.reservation),
             frozenset(t for t, f in self._failures.items() if f.retry_at > time.monotonic()),
+            self._stuck,
         )
 
     def _read_jobs(self) -> list[Job]:
@@ -132,16 +135,21 @@ class Synchronizer:
         An action that fails does not keep the others from being tried.
         """
         errors: list[str] = []
-        stuck: list[str] = []
+        seen: list[str] = []
         try:
             self._node = self._given_node or known_node() or self._node or controller.own_node()
             if (settings := read_settings().placeholder) != self._settings:
                 self._settings, self._failures = settings, {}
             facts = self.read_facts()
-            stuck = [
+            stuck = stuck_claims(facts)
+            seen = [
                 f"{claim} is kept by processes in the cgroup job_{job}, which is over: end them"
-                for claim, job in stuck_claims(facts).items()
+                for claim, job in stuck.items()
+                if claim in facts.stuck
             ]
+            if not (check := check_map(facts.gres_map, facts.devices)).passed:
+                seen.append(f"the map of devices does not fit: {check.detail}")
+            self._stuck = frozenset(stuck)
             started_before, self._started = self._started, set()
             for action in decide_sync(facts):
                 try:
@@ -160,12 +168,12 @@ class Synchronizer:
             for reason, types in types_by_reason.items()
         ]
         try:
-            self.report([*dict.fromkeys(errors + stuck)])
+            self.report([*dict.fromkeys(errors + seen)])
         except AgentdError as error:
             errors.append(str(error))
-        for text in {*errors, *stuck} - self._told:
+        for text in {*errors, *seen} - self._told:
             log_line("sync", text)
-        self._told = {*errors, *stuck}
+        self._told = {*errors, *seen}
         return errors
 
     def report(self, reasons: Sequence[str]) -> None:
