@@ -88,7 +88,9 @@ NEW: Mapping[str, frozenset[str]] = {
             *(f"gateway {w}_node POST {_NODE}/{w} path:node" for w in ("cordon", "uncordon")),
         }
     ),
-    "environment": frozenset({"AGENTD_RUN_DIR", "AGENTD_SLURM_SETTINGS", "AGENTD_SLURM_RUN"}),
+    "environment": frozenset(
+        {"AGENTD_RUN_DIR", "AGENTD_SLOTS", "AGENTD_SLURM_RUN", "AGENTD_SLURM_SETTINGS"}
+    ),
     "log_events": frozenset(
         {
             "condition.began",
@@ -129,7 +131,10 @@ NEW: Mapping[str, frozenset[str]] = {
                 for word in ("start", "stop")
                 for argument in ("", " --json", " -o/--output", " name")
             ),
+            "agentctl claim --user",
             "agentctl events --after",
+            "slurm gres --type",
+            "slurm gres --types",
             *(
                 f"agentctl clear{argument}"
                 for argument in ("", " --json", " -o/--output", " device")

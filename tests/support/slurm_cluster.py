@@ -59,6 +59,7 @@ KillWait=2
 CompleteWait=0
 MessageTimeout=20
 UnkillableStepTimeout=20
+PrologEpilogTimeout=60
 """
 """`cred_expire` is also the delay of a requeued job: two minutes by default."""
 
