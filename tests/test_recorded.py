@@ -138,6 +138,7 @@ NEW: Mapping[str, frozenset[str]] = {
             ),
             "agentctl claim --user",
             "agentctl events --after",
+            "slurm gres --node",
             "slurm gres --type",
             "slurm gres --types",
             *(
@@ -195,6 +196,7 @@ NEW_MEMBERS = frozenset(
     {
         *(f"/files/claims/c-{claim}.json/sum str" for claim in ("name", "pid", "ttl", "used")),
         *(f"/files/{path}/sum str" for path in RECORDS),
+        *(f"/files/kernels/{kernel}/identity.json/kernel_id str" for kernel in BODIES),
         *(f"/containers/{kernel}/io.agentd.record/sum str" for kernel in BODIES),
         "/agentd/main/nodes/NODE/reason str",
         "/agentd/main/nodes/NODE/runtime/name str",

@@ -295,6 +295,8 @@ def test_folder_in_place_of_a_record_is_set_aside(state: StateFolder) -> None:
     assert state.load_records() == [SavedRecord("k1", Phase.LIVE, "first")]
     record.unlink()
     record.mkdir()
+    (record.parent / "k1.json.unreadable").rmdir()
+    (record.parent / "k1.json.unreadable").touch()
     state.save_record("k1", "second")
     assert state.load_records() == [SavedRecord("k1", Phase.LIVE, "second")]
     assert (state.folder / "records" / "k1.json.unreadable").is_dir()

@@ -560,7 +560,10 @@ def _remove(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)
     except IsADirectoryError:
-        path.rename(path.with_name(f"{path.name}.unreadable"))
+        aside = path.with_name(f"{path.name}.unreadable")
+        if not aside.is_dir():
+            aside.unlink(missing_ok=True)  # a damaged file that was set aside before
+        path.rename(aside)
 
 
 def _sync_folder(folder: Path) -> None:
