@@ -22,7 +22,13 @@ from agentd_slurm.claim_ids import ENGINE, job_of_claim
 from agentd_slurm.commands.job_environment import known_node, log_line
 from agentd_slurm.controller import MAX_REASON, QueuedJob, SlurmFailed
 from agentd_slurm.decisions.doctor import check_map
-from agentd_slurm.decisions.prolog import ClaimDevices, PrologFacts, RefuseJob, decide_prolog
+from agentd_slurm.decisions.prolog import (
+    ClaimDevices,
+    PrologFacts,
+    RefuseJob,
+    decide_prolog,
+    describe_holders,
+)
 from agentd_slurm.decisions.sync import (
     MIN_PAUSE_S,
     ClaimRunningJob,
@@ -35,7 +41,6 @@ from agentd_slurm.decisions.sync import (
     SyncFacts,
     claims_to_end,
     decide_sync,
-    holders_of,
     pause_s,
     stuck_claims,
     unclaimed_jobs,
@@ -259,8 +264,9 @@ class Synchronizer:
                     own = {} if self._client.claims_of(job_id) else own
                     shared = tuple(one for one in shared if one["claim_id"] not in ids)
                     requests = [request for request in (own, *shared) if request]
-                    if holders := [h for one in requests for h in holders_of(one, facts.devices)]:
-                        self._send_back(job.name, f"its GPUs are held by {', '.join(holders)}")
+                    held_devices = [row for row in facts.devices if row["holders"]]
+                    if reason := describe_holders(requests, held_devices):
+                        self._send_back(job.name, reason)
                         return
                     log_line("sync", f"job {job_id} runs without a claim: its GPUs are claimed")
                     if own:

@@ -234,14 +234,8 @@ def stuck_claims(facts: SyncFacts) -> dict[str, int]:
     return {claim_id: job for claim_id, job in jobs if job in over}
 
 
-def holders_of(request: Mapping[str, Any], devices: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return who holds the devices of a request for a claim."""
-    rows = (row for row in devices if row["id"] in request["devices"].get(row["device_name"], ()))
-    return [holder for row in rows for holder in _foreign_holders(row)]
-
-
 def _foreign_holders(
-    device: Mapping[str, Any], own_claims: Collection[str] = (), own_kernels: Collection[str] = ()
+    device: Mapping[str, Any], own_claims: Collection[str], own_kernels: Collection[str]
 ) -> Iterator[str]:
     for holder in device["holders"]:
         claim, kernel = holder.get("claim_id"), holder.get("kernel_id")
