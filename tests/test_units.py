@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[1]
 UNITS = {
     "agentd": (
         "Type=notify",
+        "Before=slurmd.service",
         "KillMode=mixed",
         "RestartPreventExitStatus=78",
         "StartLimitBurst=",
