@@ -11,7 +11,6 @@ ROOT = Path(__file__).parents[1]
 UNITS = {
     "agentd": (
         "Type=notify",
-        "Before=slurmd.service",
         "KillMode=mixed",
         "RestartPreventExitStatus=78",
         "StartLimitBurst=",
