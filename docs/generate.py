@@ -815,13 +815,13 @@ OTHER_LIMITS = (
         "ended",
         "ended kernels that are kept",
         f"{Settings().node.keep_ended:,} (`node.keep-ended`)",
-        "the oldest is deleted",
+        "the oldest of an agent with more than an equal part is deleted",
     ),
     (
         "records",
         "bytes of the records of ended kernels",
         binary_size(retention.MAX_ENDED_BYTES),
-        "the oldest is deleted",
+        "the oldest of an agent with more than an equal part is deleted",
     ),
     (
         "command",

@@ -138,6 +138,7 @@ NEW: Mapping[str, frozenset[str]] = {
             ),
             "agentctl claim --user",
             "agentctl events --after",
+            "slurm gres --node",
             "slurm gres --type",
             "slurm gres --types",
             *(

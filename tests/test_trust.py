@@ -62,7 +62,7 @@ SENTENCES: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("http/connections/test_request_turns.py", "test_callers_do_not_wait_for_each_other"),
     ),
     "use another team's streams up": ((TEAMS, "test_streams_of_a_team_are_its_own"),),
-    "have another agent's ended kernels deleted": (
+    "have another agent's part of the ended kernels": (
         ("services/kernels/test_retention.py", "test_agent_loses_no_ended_kernels_to_another"),
     ),
     "see, stop, read or use": (

@@ -1,5 +1,6 @@
 """systemd accepts the unit files that are shipped."""
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -52,6 +53,19 @@ def test_systemd_accepts_the_unit_file(unit: str) -> None:
     lines = (ROOT / "systemd" / f"{unit}.service").read_text().splitlines()
     for wanted in UNITS[unit]:
         assert any(line.startswith(wanted) for line in lines), wanted
+
+
+def test_slurmd_starts_after_agentd(tmp_path: Path) -> None:
+    require("systemd-analyze")
+    shutil.copytree(ROOT / "systemd", tmp_path, dirs_exist_ok=True)
+    slurmd = tmp_path / "slurmd.service"
+    slurmd.write_text("[Unit]\nBefore=agentd.service\n[Service]\nExecStart=/bin/true\n")
+    command = ["systemd-analyze", "verify", "--man=no", slurmd]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "ordering cycle" in done.stderr, "the drop-in orders them the other way round"
+    slurmd.write_text("[Service]\nExecStart=/bin/true\n")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert [line for line in done.stderr.splitlines() if INSTALLED not in line] == []
 
 
 @pytest.mark.parametrize("unit", UNITS)

@@ -400,7 +400,7 @@ class Forbidden(RequestError):
 
 
 class TooManyStreams(RequestError):
-    """The caller has reached the maximum of open logs and event streams."""
+    """The caller has reached the maximum of open streams of logs, events and execs."""
 
     code = "TooManyStreams"
 

@@ -9,6 +9,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentd.cli.agentctl.doctor import print_named_claims
 from agentd.cli.agentctl.main import agentctl
 from agentd.cli.output import (
     FORMATS,
@@ -95,3 +96,12 @@ def test_command_that_answers_takes_all_formats(path: str) -> None:
     assert isinstance(option.type, click.Choice)
     assert tuple(option.type.choices) == FORMATS
     assert any("--json" in one.opts for one in command.params)
+
+
+def test_doctor_lists_no_unreadable_claim_as_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its holder cannot be known, and a condition has it."""
+    claim = {"claim_id": "c1", "agent_id": "", "holder": {"name": "c1"}, "created_at": None}
+    print_named_claims([{**claim, "state": "unreadable"}])
+    assert capsys.readouterr().out == ""
+    print_named_claims([{**claim, "state": "held"}])
+    assert "named claim: claim c1 of c1" in capsys.readouterr().out

@@ -19,10 +19,11 @@ from agentd.core.access import Caller, Right, Role
 from agentd.errors import StartRefused
 from agentd.http import server as servers
 from agentd.http.callers import Token
+from agentd.http.connections.admission import ConnectionLimit
 from agentd.http.connections.request_turns import MAX_AT_ONCE, RequestTurns
 from agentd.http.connections.unix_sockets import bind_unix_socket
 from agentd.http.route import get
-from agentd.http.server import Endpoint, Server, UnixSocket
+from agentd.http.server import FURTHER_FRACTION, Endpoint, Server, UnixSocket
 from agentd.http.site import Site
 
 pytestmark = pytest.mark.filterwarnings("ignore::aiohttp.web.NotAppKeyWarning")
@@ -309,6 +310,12 @@ async def test_clients_beyond_the_limit_take_few_descriptors(tmp_path: Path) -> 
                 most = max(most, descriptors())
         await server.stop(Deadline.after(10))
     assert most - before < len(clients) / 4
+
+
+def test_limit_of_a_tiny_fraction_is_one_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
+    limit = ConnectionLimit(1024, FURTHER_FRACTION / 200)
+    assert [limit.try_acquire(), limit.try_acquire()] == [True, False]
 
 
 async def test_full_socket_leaves_connections_to_others(

@@ -34,6 +34,7 @@ def test_a_request_hashes_as_it_did_in_the_first_release() -> None:
     """A repeated request must meet its kernel across an upgrade."""
     body = b'{"kernel_id": "k", "image": "i:1", "command": ["a"], "slots": {"cpu": 1, "mem": "1g"}}'
     assert spec(body).spec_hash == HASH_OF_0_2
+    assert spec(body[:-1] + b', "keep_claim": false}').spec_hash == HASH_OF_0_2
 
 
 HASH_OF_0_2 = "bc67f81d122d1f48c012ad5dea8d2e08"

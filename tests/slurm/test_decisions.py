@@ -327,7 +327,7 @@ def test_sync_never_ends_the_claim_of_a_live_job(known: bool, alive: bool, state
 
 GOOD = {
     "ProctrackType": "proctrack/cgroup",
-    "PrologFlags": "Alloc,Contain",
+    "PrologFlags": "Alloc,Contain,DeferBatch",
     "GresTypes": "gpu",
     "SelectType": "select/cons_tres",
     "Prolog": "/usr/bin/agentd-slurm-prolog",
@@ -387,6 +387,7 @@ def test_doctor_names_what_suspends_the_node(changes: dict[str, str], passes: bo
     ("name", "value", "text"),
     [
         ("GresTypes", "gpu,shard,nic", "nic"),
+        ("PrologFlags", "Alloc", "DeferBatch"),
         ("RebootProgram", "/sbin/reboot", "/sbin/reboot"),
         ("TaskPlugin", "task/none", "task/none"),
         ("ConstrainDevices", "no", "ConstrainDevices=no"),

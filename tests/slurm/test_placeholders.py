@@ -45,9 +45,10 @@ def test_placeholders_of_a_node_are_read_until_they_end() -> None:
         Placeholder(3, "PENDING", "Resources", math.inf, "cuda3", "k1"),
         Placeholder(8, "RUNNING", "None", 86400 + 299, "cuda1", "a|b"),
     ]
+    (changed,) = parse_placeholders("1|RUNNING|None|0:10|N/A|n1|agentd:k1", "n1")
+    assert changed.gpu_type == "", "it blocks no GPU, and is ended"
     for text in (
         "x",
-        "1|RUNNING|None|0:10|nothing|n1|agentd:k1",
         "x|RUNNING|a|1|g:c:1|n1|agentd:k",
     ):
         with pytest.raises(UnreadableAnswer):

@@ -156,6 +156,7 @@ class SlurmNodes:
         named = {
             "AGENTD_SOCKET": str(socket),
             "AGENTD_SLURM_MAP": str(self.map_file(node)),
+            "AGENTD_SLURM_RUN": str(self.folder / node / "run"),
             "AGENTD_SLURM_SETTINGS": str(self.settings_file(node)),
         }
         return {**self.cluster.environment, **named}
@@ -177,10 +178,11 @@ class SlurmNodes:
         assert done.returncode == 0, done.stderr
 
     def start_sync(self, node: str) -> subprocess.Popen[bytes]:
-        """Start `agentd-slurm sync` for a node."""
+        """Start `agentd-slurm sync` for a node; for the first without telling it its name."""
         with (self.cluster.folder / "log" / f"sync-{node}").open("ab") as log:
-            command = self.cluster.inside(BIN / "agentd-slurm", "sync", "--node", node)
-            environment = self.environment(node)
+            named = ["--node", node] if node else []
+            command = self.cluster.inside(BIN / "agentd-slurm", "sync", *named)
+            environment = self.environment(node or self.node)
             process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         self._syncs.append(process)
         return process

@@ -103,7 +103,7 @@ class RpcSettings(Section):
     tls_cert: Path | None = Field(default=None, description="PEM certificate chain for TCP.")
     tls_key: Path | None = Field(default=None, description="PEM private key for TCP.")
     max_connections: Annotated[int, BeforeValidator(refuse_bool), Field(ge=1, le=65536)] = Field(
-        default=1024, description="Maximum TCP connections (at most half of all descriptors)."
+        default=1024, description="Maximum TCP connections (at most a quarter of all descriptors)."
     )
     tokens: tuple[TokenSettings, ...] = ()
     sockets: tuple[SocketSettings, ...] = ()

@@ -289,7 +289,8 @@ class CreateKernelRequest(Body):
         A request to a fleet has no agent. cpu and mem always count, because their defaults are not
         zero. Unreadable amounts share one form: no kernel can have them, since it is refused.
         """
-        content = self.model_dump(exclude_defaults=True, exclude=NOT_COMPARED)
+        unused = {"keep_claim"} if self.claim is None else set[str]()
+        content = self.model_dump(exclude_defaults=True, exclude=NOT_COMPARED | unused)
         return _hash_of(content, agent_id, _read(self.slots))
 
 

@@ -201,13 +201,9 @@ class Planner:
         partition = self._devices.partition(spec.agent_id)
         claimed_slots, free_slots = split_slots(request.slots, request.claimed.names)
         named_devices = request.named_devices
-        from_claim = Allocation()
-        if (
-            request.claimed.names
-            and not claimed_slots
-            and not any(map(_is_amount, spec.slots.values()))
-        ):
-            raise _nothing_left(state.claim(spec.claim_id or ""), state)
+        claim, from_claim = state.claims.get(spec.claim_id or ""), Allocation()
+        if claim and not claimed_slots and not any(map(_is_amount, spec.slots.values())):
+            raise _nothing_left(claim, state)
         if claimed_slots:
             from_claim = allocate_from_claim(
                 request.claimed.unused,
@@ -217,8 +213,7 @@ class Planner:
                 policy,
                 named_devices,
             )
-            claim = state.claims.get(spec.claim_id or "")
-            if claim is not None and claim.is_observed and not spec.overcommits:
+            if claim and claim.is_observed and not spec.overcommits:
                 refuse_overcommitted(from_claim, inventory, state.ledger)
         from_free = allocate(state.ledger, inventory, partition, free_slots, policy, named_devices)
         allocation = Allocation((*from_claim.shares, *from_free.shares))

@@ -250,3 +250,17 @@ async def test_node_calls_are_proxied_unchanged(fleet) -> None:
     assert 'agentd_fleet_slot_capacity{slot="cuda.device"} 4.0' in text
     document = await gateway.get("/v1/openapi.json")
     assert "/v1/kernels" in document["paths"]
+
+
+async def test_agent_of_a_claim_alone_refuses_a_create_from_it(fleet) -> None:
+    """Another agent of the node, which cannot know what is left of it, hides no refusal."""
+    world, gateway, _ = fleet
+    name, node = next((name, node) for name, node in world.nodes.items() if "cuda" in name)
+    claim = {"claim_id": "c1", "slots": {"cuda.device": 1}, "holder": {"name": "x"}}
+    assert (await node.call("POST", "/v1/agents/agent-1/claims", claim)).status == 201
+    body = {"claim": "c1", "keep_claim": True, "placement": {"nodes": [name]}}
+    assert (await gateway.create(**body)).status == 201
+    for path in ("/v1/kernels", "/v1/kernels?dry_run=true"):
+        refused = await gateway.call("POST", path, {**SLEEP, **body})
+        assert (refused.status, refused.json["code"]) == (409, "InsufficientResource")
+        assert "nothing is left of claim c1" in refused.json["detail"]

@@ -171,6 +171,10 @@ async def test_node_has_only_so_many_claims(rig: Rig) -> None:
         rig.state._claims[old.claim_id] = old
     with pytest.raises(TooManyClaims, match=f"this node has {MAX_CLAIMS} claims"):
         await rig.claims.create(spec("c2", agent="b"))
+    for claim in list(rig.state.claims.values()):
+        rig.state._claims[claim.claim_id] = replace(claim, agent_id="b")
+    with pytest.raises(TooManyClaims, match=f"agent b has {MAX_CLAIMS} claims"):
+        await rig.claims.create(spec("c2", agent="b"))
 
 
 async def test_pid_holders_leave_half_of_the_descriptors(

@@ -120,6 +120,7 @@ def agentctl_slurm() -> None:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print only the device map.")
 @click.option("--files", metavar="FOLDER", help="Folder of stand-ins for device files.")
+@click.option("--node", metavar="NAME", help="Node of the lines, in a gres.conf of all nodes.")
 @click.pass_obj
 def gres(
     client: Client,
@@ -129,6 +130,7 @@ def gres(
     *,
     as_json: bool,
     files: str | None,
+    node: str | None,
 ) -> None:
     """Print gres.conf, Gres= and the device map.
 
@@ -169,7 +171,8 @@ def gres(
     near = read_cores() if are_models else {}
     cores = {row["stable_id"]: near.get(row["numa_node"], "") for row in devices}
     click.echo("# gres.conf")
-    click.echo("\n".join(lines.gres_conf(devices_by_index, files_by_id, cores)))
+    for line in lines.gres_conf(devices_by_index, files_by_id, cores):
+        click.echo(f"NodeName={node} {line}" if node else line)
     click.echo("\n# slurm.conf, in the NodeName= line of this node")
     click.echo(lines.node_gres(devices_by_index))
     click.echo(f"\n# {DEFAULT_MAP}\n{content}")

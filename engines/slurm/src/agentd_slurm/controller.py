@@ -39,7 +39,8 @@ from agentd_slurm.placeholders import (
 from agentd_slurm.settings import InvalidSettings, PlaceholderSettings, read_settings
 
 T = TypeVar("T")
-TIMEOUT_S = 10.0
+TIMEOUT_S = 30.0
+"""Seconds for an answer: scontrol looks up names of users, which takes long where LDAP is away."""
 PAUSE_S = 1.0
 """Seconds between two questions to a slurmctld that does not answer."""
 FOLDERS = "/usr/bin:/usr/local/bin:/opt/slurm/bin:/usr/local/slurm/bin"
@@ -71,7 +72,7 @@ def find_program(name: str) -> str:
     except InvalidSettings as error:
         raise SlurmFailed(str(error)) from None
     if not folders[0]:
-        folders = [*_slurmd_folders(), *filter(None, (os.environ.get("PATH"), FOLDERS))]
+        folders = [*_slurmd_folders(), FOLDERS, os.environ.get("PATH", "")]
     searched = os.pathsep.join(folders)
     if path := shutil.which(name, path=searched):
         return path
@@ -116,14 +117,14 @@ def run_command(name: str, *arguments: str) -> str:
         ControllerUnavailable: slurmctld did not answer it in time.
         SlurmFailed: it cannot be run, or fails.
     """
-    env = {**os.environ, "LC_ALL": "C"}
+    chosen = {"SLURM_CONF": os.environ["SLURM_CONF"]} if "SLURM_CONF" in os.environ else {}
     try:
         process = subprocess.run(  # noqa: S603 - its arguments are numbers and checked names
             [find_program(name), *arguments],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             check=False,
-            env=env,
+            env={**chosen, "LC_ALL": "C"},  # users' modules set others, such as SLURM_CLUSTERS
             timeout=TIMEOUT_S,
         )
     except subprocess.TimeoutExpired:
@@ -131,9 +132,9 @@ def run_command(name: str, *arguments: str) -> str:
     except OSError as error:
         raise SlurmFailed(f"{name}: {error.strerror}") from None
     if process.returncode:
-        reason = (
-            process.stderr.decode(errors="replace").strip() or f"exit status {process.returncode}"
-        )
+        reason = (process.stderr or process.stdout).decode(
+            errors="replace"
+        ).strip() or f"exit status {process.returncode}"
         kind = ControllerUnavailable if _NO_ANSWER.search(reason) else SlurmFailed
         raise kind(f"{name}: {' '.join(reason.split())}")
     return process.stdout.decode(errors="replace")
@@ -282,7 +283,11 @@ def start_placeholder(
             errors.append(error)
         else:
             return
-    raise errors[0] if errors else SlurmFailed(f"no partition of {node} takes jobs of root")
+    raise (
+        errors[0]
+        if errors
+        else SlurmFailed(f"no partition of {node} takes jobs of root beside others")
+    )
 
 
 def rename_placeholder(job_id: int, holder: str) -> None:

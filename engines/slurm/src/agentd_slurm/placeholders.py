@@ -57,11 +57,11 @@ def parse_placeholders(text: str, node: str) -> list[Placeholder]:
             job_id, state, reason, left, gres, required, comment = line.split("|", 6)
             is_ours = required == node and comment.startswith(PLACEHOLDER)
             if is_ours and state in WAITING | ON_NODE and state != "COMPLETING":
-                gpu_type, holder = gres.split(":")[-2], comment.removeprefix(PLACEHOLDER)
-                seconds = _parse_seconds(left)
+                gpu_type = gres.rpartition(":")[0].rpartition(":")[2]
+                holder, seconds = comment.removeprefix(PLACEHOLDER), _parse_seconds(left)
                 row = Placeholder(int(job_id), state, reason, seconds, gpu_type, holder)
                 placeholders.append(row)
-    except (ValueError, IndexError) as error:
+    except ValueError as error:
         raise UnreadableAnswer(f"squeue: unexpected answer ({error})") from None
     return placeholders
 
@@ -104,6 +104,7 @@ def choose_partitions(text: str, node: SlurmNode, settings: PlaceholderSettings)
             and fields.get("State") == "UP"
             and fields.get("DisableRootJobs") != "YES"
             and fields.get("OverSubscribe") != "EXCLUSIVE"
+            and fields.get("ExclusiveUser") != "YES"
             and (settings.reservation or fields.get("ReqResv") != "YES")
         ):
             names.append((-int(fields.get("PriorityTier", "1")), fields["PartitionName"]))

@@ -151,7 +151,7 @@ class Placer:
         search = self._search(caller, request, view, requested, is_dry_run=True)
         if (candidate := await search.next()) is not None:
             return PlacedKernel(search.decisions[candidate], *candidate)
-        raise refusal_error(view, requested, request.constraints, search.refused)
+        raise search.final or refusal_error(view, requested, request.constraints, search.refused)
 
     def _parse_amounts(self, request: PlacementRequest, view: FleetView) -> ResourceSlots:
         """Return the requested amounts in the fleet's slots.

@@ -54,6 +54,7 @@ class PlacementRequest(msgspec.Struct, frozen=True):
     is_new: bool
     """Whether the gateway generated the kernel id, so that it cannot be in use."""
     headers: Mapping[str, str] = {}
+    has_claim: bool = False
 
     def as_attempt(self, attempt: str) -> PlacementRequest:
         """Return the request with the mark of the attempt that it repeats."""
@@ -103,6 +104,7 @@ def to_placement_request(
         body=msgspec.json.encode(content, enc_hook=_encode_amount),
         is_new=request.kernel_id is None,
         headers=headers or {},
+        has_claim=request.claim is not None,
     )
 
 

@@ -90,15 +90,6 @@ def _is_node_failure(error: AgentdError) -> bool:
     return isinstance(error, Unavailable) and not is_local and not isinstance(error, others)
 
 
-def _is_final(error: AgentdError) -> bool:
-    """Return whether a refusal holds at every node.
-
-    The gateway has validated the body, so a node that finds it invalid may be of another version.
-    """
-    validated = (InvalidRequest, InvalidSlotAmount, InvalidSlotCombination)
-    return error.scope is Scope.REQUEST and not isinstance(error, validated)
-
-
 class AgentQuery(msgspec.Struct, frozen=True):
     """A request for an agent, with the order in which agents are tried.
 
@@ -156,8 +147,19 @@ class Search:
         self._tries -= not is_free
         self._note_refusal(candidate, error)
         is_alone = self.decisions.keys().isdisjoint(self._queue)
-        if isinstance(error, KernelConflict) or (_is_final(error) and is_alone):
+        if isinstance(error, KernelConflict) or (self._is_final(error) and is_alone):
             self.final = error
+
+    def _is_final(self, error: AgentdError) -> bool:
+        """Return whether a refusal holds at every node.
+
+        The gateway has validated the body, so a node that finds it invalid may be of another
+        version. Only the agent of a claim knows what is left of it.
+        """
+        if isinstance(error, InsufficientResource):
+            return self._query.request.has_claim
+        validated = (InvalidRequest, InvalidSlotAmount, InvalidSlotCombination)
+        return error.scope is Scope.REQUEST and not isinstance(error, validated)
 
     def _note_refusal(self, candidate: Candidate, error: AgentdError) -> None:
         """Note a refusal; other agents of the node come last, unless this one is full."""
@@ -219,7 +221,7 @@ class Search:
             errors.append(answer.error() if isinstance(answer, NodeAnswer) else answer)
             self._note_refusal(candidate, errors[-1])
         if len(errors) == len(answers):
-            self.final = next(filter(_is_final, errors), None)
+            self.final = next(filter(self._is_final, errors), None)
 
     async def _request_decision(self, candidate: Candidate) -> NodeAnswer | NodeUnavailable:
         node = self._state.node(candidate.node_id)

@@ -96,7 +96,7 @@ def print_named_claims(claims: Sequence[Mapping[str, Any]]) -> None:
     from agentd.cli.tables import format_age
 
     for claim in claims:
-        if "name" in claim["holder"]:
+        if "name" in claim["holder"] and claim["state"] != "unreadable":
             text = f"claim {claim['claim_id']} of {claim['holder']['name']}"
             age = format_age(claim["created_at"])
             print_text(f"named claim: {text}, agent {claim['agent_id']}, {age} old")

@@ -17,8 +17,6 @@ from agentd.core.kernel.record import (
 )
 from agentd.core.names import is_name
 
-SCHEMA = 1
-
 
 def encode(claim: Claim, node_id: str) -> str:
     """Return a claim's record as one line of JSON."""

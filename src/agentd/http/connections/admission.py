@@ -16,7 +16,7 @@ class ConnectionLimit:
 
     def __init__(self, maximum: int, fraction: float) -> None:
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._maximum = min(maximum, int(descriptors * fraction))
+        self._maximum = min(maximum, max(1, int(descriptors * fraction)))
         self._open = 0
 
     def try_acquire(self) -> bool:

@@ -164,8 +164,8 @@ class ClaimService:
         """
         claims, agents = self._state.claims.values(), len(self._devices.split.partitions)
         own = [claim.holder for claim in claims if claim.agent_id == spec.agent_id]
-        bounds = [("this node", "claims", len(claims), MAX_CLAIMS)]
-        bounds += [(f"agent {spec.agent_id}", "claims", len(own), MAX_CLAIMS // agents)]
+        bounds = [(f"agent {spec.agent_id}", "claims", len(own), MAX_CLAIMS // agents)]
+        bounds += [("this node", "claims", len(claims), MAX_CLAIMS)]
         if isinstance(spec.holder, ProcessHolder):
             count = sum(isinstance(holder, ProcessHolder) for holder in own)
             bound = max_process_holders() // agents

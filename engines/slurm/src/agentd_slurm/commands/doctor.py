@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from agentd.errors import AgentdError
 from agentd_slurm import controller
+from agentd_slurm.commands.job_environment import known_node
 from agentd_slurm.controller import SlurmFailed
 from agentd_slurm.decisions.doctor import (
     SlurmCheck,
@@ -36,7 +37,7 @@ def checks(node: str | None) -> Iterator[SlurmCheck]:
     )
     for name, check in parts:
         try:
-            yield from check(node or controller.own_node())
+            yield from check(node or known_node() or controller.own_node())
         except DOCTOR_ERRORS as error:
             yield SlurmCheck(name, passed=False, detail=str(error))
 

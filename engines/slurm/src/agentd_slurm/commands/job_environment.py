@@ -5,6 +5,7 @@ There is no PATH, HOME or LANG in it.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -79,6 +80,13 @@ class JobEnvironment(NamedTuple):
         self.mark.unlink(missing_ok=True)
         others = self.mark.parent.iterdir() if claims else ()
         return claims.difference(*map(read_mark, others))
+
+
+def known_node() -> str:
+    """Return the name that slurmd gave this node in its last prolog; empty if there was none."""
+    with suppress(OSError):
+        return (Path(os.environ.get(RUN_VARIABLE) or RUN_FOLDER) / "node").read_text().strip()
+    return ""
 
 
 def read_mark(mark: Path) -> set[str]:

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pwd import getpwuid
 from types import FrameType
@@ -19,8 +19,9 @@ from agentd.program.process import prepare_daemon
 from agentd.program.sd_notify import Notifier
 from agentd_slurm import controller
 from agentd_slurm.claim_ids import ENGINE, job_of_claim
-from agentd_slurm.commands.job_environment import log_line
+from agentd_slurm.commands.job_environment import known_node, log_line
 from agentd_slurm.controller import MAX_REASON, QueuedJob, SlurmFailed
+from agentd_slurm.decisions.doctor import check_map
 from agentd_slurm.decisions.prolog import ClaimDevices, PrologFacts, RefuseJob, decide_prolog
 from agentd_slurm.decisions.sync import (
     MIN_PAUSE_S,
@@ -36,6 +37,7 @@ from agentd_slurm.decisions.sync import (
     decide_sync,
     holders_of,
     pause_s,
+    stuck_claims,
     unclaimed_jobs,
     wanted_placeholders,
 )
@@ -74,13 +76,15 @@ class Synchronizer:
     """One node's look at agentd and Slurm, and what follows from it."""
 
     def __init__(self, node: str | None) -> None:
-        self._node = node or ""
+        self._given_node = self._node = node or ""
         self.pause_s = MIN_PAUSE_S
         """Seconds until the next look."""
         self._client = NodeClient(socket_path())
         self._jobs: dict[QueuedJob, Job] = {}
         self._settings = PlaceholderSettings()
         self._failures: dict[str, _Failure] = {}
+        self._started: set[str] = set()
+        self._stuck: frozenset[str] = frozenset()
         self._has_compared = False
         self._reported: list[dict[str, str]] | None = None
         self._told: set[str] = set()
@@ -106,6 +110,7 @@ class Synchronizer:
             controller.read_node(self._node),
             bool(self._settings.reservation),
             frozenset(t for t, f in self._failures.items() if f.retry_at > time.monotonic()),
+            self._stuck,
         )
 
     def _read_jobs(self) -> list[Job]:
@@ -130,14 +135,25 @@ class Synchronizer:
         An action that fails does not keep the others from being tried.
         """
         errors: list[str] = []
+        seen: list[str] = []
         try:
-            self._node = self._node or controller.own_node()
+            self._node = self._given_node or known_node() or self._node or controller.own_node()
             if (settings := read_settings().placeholder) != self._settings:
                 self._settings, self._failures = settings, {}
             facts = self.read_facts()
+            stuck = stuck_claims(facts)
+            seen = [
+                f"{claim} is kept by processes in the cgroup job_{job}, which is over: end them"
+                for claim, job in stuck.items()
+                if claim in facts.stuck
+            ]
+            if not (check := check_map(facts.gres_map, facts.devices)).passed:
+                seen.append(f"the map of devices does not fit: {check.detail}")
+            self._stuck = frozenset(stuck)
+            started_before, self._started = self._started, set()
             for action in decide_sync(facts):
                 try:
-                    self._execute(action)
+                    self._execute(action, started_before)
                 except ROUND_ERRORS as error:
                     errors.append(str(error))
             running = {row.gpu_type for row in facts.placeholders if row.state == "RUNNING"}
@@ -152,12 +168,12 @@ class Synchronizer:
             for reason, types in types_by_reason.items()
         ]
         try:
-            self.report([*dict.fromkeys(errors)])
+            self.report([*dict.fromkeys(errors + seen)])
         except AgentdError as error:
             errors.append(str(error))
-        for text in {*errors} - self._told:
+        for text in {*errors, *seen} - self._told:
             log_line("sync", text)
-        self._told = {*errors}
+        self._told = {*errors, *seen}
         return errors
 
     def report(self, reasons: Sequence[str]) -> None:
@@ -183,8 +199,10 @@ class Synchronizer:
             controller.cancel(row.job_id)
         self.report([])
 
-    def _execute(self, action: SyncAction) -> None:
+    def _execute(self, action: SyncAction, started_before: Collection[str]) -> None:
         match action:
+            case StartPlaceholder(gpu_type, _) if gpu_type in started_before:
+                self._postpone(gpu_type, "Slurm changed or ended it (JobSubmitPlugins, scancel)")
             case StartPlaceholder(gpu_type, holder):
                 self._start_placeholder(gpu_type, holder)
             case RenamePlaceholder(job_id, holder):
@@ -207,6 +225,7 @@ class Synchronizer:
         except SlurmFailed as error:
             self._postpone(gpu_type, str(error))
         else:
+            self._started.add(gpu_type)
             if gpu_type not in self._failures:
                 log_line("sync", f"{gpu_type} is blocked in Slurm: {holder}")
 

@@ -28,7 +28,12 @@ from agentd import stderr
 from agentd.errors import AgentdError
 from agentd_slurm import controller
 from agentd_slurm.claim_ids import claim_ids, jobs_of_kernels, shared_claim_id
-from agentd_slurm.commands.job_environment import RUN_FOLDER, RUN_VARIABLE, read_mark
+from agentd_slurm.commands.job_environment import (
+    RUN_FOLDER,
+    RUN_VARIABLE,
+    log_line,
+    read_mark,
+)
 from agentd_slurm.controller import SlurmFailed, until_answered
 from agentd_slurm.gres_map import GresMap, UnusableMap, map_path, read_map
 from agentd_slurm.jobs import PLACEHOLDER_NAME, ROOT, UnreadableAnswer, expand_hosts
@@ -63,7 +68,7 @@ def run_task_prolog(environ: Mapping[str, str]) -> int:
             variables = task.variables(claims)
             unclaimed = task.find_unclaimed(claims, node)
     except (AgentdError, SlurmFailed, UnreadableAnswer, UnusableMap, OSError, ValueError) as error:
-        _print(f"print agentd-slurm task-prolog: {error}")
+        log_line("task-prolog", str(error))  # not into the output of the task
     for variable, value in variables.items():
         _print(f"export {variable}={value}")
     if unclaimed is None:

@@ -72,6 +72,8 @@ def _notes(settings: Mapping[str, str]) -> Iterator[SlurmCheck]:
     unknown = {*settings.get("GresTypes", "").lower().split(",")} - _KNOWN_GRES - _NEVER
     if unknown:
         yield _note("GresTypes", f"nothing is claimed for {', '.join(sorted(unknown))}")
+    if "deferbatch" not in settings.get("PrologFlags", "").lower():
+        yield _note("PrologFlags", "no DeferBatch: a script may start before another node refuses")
     if (program := settings.get("RebootProgram", "")) not in _NEVER:
         yield _note("RebootProgram", f"{program} ends agentd's kernels: drain its devices first")
     plugin, devices = settings.get("TaskPlugin", ""), settings.get("ConstrainDevices", "no")

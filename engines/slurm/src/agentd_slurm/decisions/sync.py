@@ -94,7 +94,8 @@ class SyncFacts(NamedTuple):
 
     `alive` are the jobs that may have a slurmstepd or a process in their cgroup on this node, and
     `running` those that have one for certain. `in_reservation` says that placeholders belong to a
-    reservation. `postponed` are the types of the GPUs whose placeholders failed just now.
+    reservation. `postponed` are the types of the GPUs whose placeholders failed just now. `stuck`
+    are the claims that `stuck_claims` returned for the look before.
     """
 
     node: str
@@ -109,6 +110,7 @@ class SyncFacts(NamedTuple):
     slurm_node: SlurmNode = SlurmNode(frozenset({"IDLE"}))
     in_reservation: bool = False
     postponed: frozenset[str] = frozenset()
+    stuck: frozenset[str] = frozenset()
 
     @property
     def closed_by(self) -> str:
@@ -204,7 +206,7 @@ def blocked_gpus(facts: SyncFacts) -> dict[str, str]:
         row["claim_id"]
         for row in facts.claims
         if job_of_claim(row) is not None or is_shared_claim(row)
-    }
+    } - (stuck_claims(facts).keys() & facts.stuck)
     own_kernels = {row["kernel_id"] for row in facts.kernels if row.get("claim_id") in own_claims}
     rows = {device: row_of(device, facts.devices) for device in gres_map.devices.values()}
     shared = {
@@ -223,6 +225,13 @@ def blocked_gpus(facts: SyncFacts) -> dict[str, str]:
             if holders or (row["state"] in BLOCKING and not waits_for_us):
                 blocked[device.gres_type] = holders[0] if holders else row["state"]
     return blocked
+
+
+def stuck_claims(facts: SyncFacts) -> dict[str, int]:
+    """Return the claims, with their jobs, of jobs that are over in Slurm but run on here."""
+    over = facts.running - {job.job_id for job in facts.jobs if job.is_on(facts.node)}
+    jobs = ((row["claim_id"], job_of_claim(row)) for row in facts.claims)
+    return {claim_id: job for claim_id, job in jobs if job in over}
 
 
 def holders_of(request: Mapping[str, Any], devices: Sequence[Mapping[str, Any]]) -> list[str]:
