@@ -6,6 +6,7 @@ import re
 import signal
 from pathlib import Path
 
+from agentd_slurm.claim_ids import shared_claim_id
 from support.daemon import gpus
 from support.slurm_cluster import gres_lines, make_device
 from support.slurm_howto import Reader, here, the_block
@@ -17,10 +18,9 @@ def page_config(nodes: SlurmNodes) -> str:
     return here(the_block("toml"), nodes) + gpus(8) + 'files = ["/dev/agentd-slurm/{id}"]\n'
 
 
-def without_slurm(config: str) -> str:
-    """Return the configuration without the tables that name the agent of Slurm."""
-    tables = re.split(r"\n(?=\[\[|\[plugins|\[resource)", config)
-    return "\n".join(table for table in tables if '"slurm"' not in table)
+def without_socket(config: str) -> str:
+    """Return the configuration without the socket of Slurm's users."""
+    return re.sub(r"\[\[rpc\.sockets\]\]\n(?:.+\n)*", "", config)
 
 
 async def test_page_switches_one_node_on_and_off(slurm: NodesOf) -> None:
@@ -32,7 +32,7 @@ async def test_page_switches_one_node_on_and_off(slurm: NodesOf) -> None:
     cluster.partitions |= {"gpu": f"Nodes={cluster.nodes[0]}"}
     reader.types(*cluster.nodes)
     reader.types()
-    nodes.configure_slurm(here(the_block("ini"), nodes))
+    nodes.configure_slurm(f"{here(the_block('ini'), nodes)}{nodes.reboot_program}")
     sync = nodes.start_sync(nodes.node)
     (checks,) = reader.types()
     assert [line for line in checks.splitlines() if not line.startswith("ok ")] == []
@@ -45,6 +45,8 @@ async def test_page_switches_one_node_on_and_off(slurm: NodesOf) -> None:
     cluster.run("scancel", job)
     await nodes.until_claims({})
     await jobs_of_several_parts_claim_each(nodes)
+    await node_reboots_when_its_job_ends(nodes, reader)
+    await shards_hold_their_gpu(nodes)
 
     reader.types()
     cluster.until(lambda: not cluster.run("squeue", "-h"), "a job is left")
@@ -52,8 +54,10 @@ async def test_page_switches_one_node_on_and_off(slurm: NodesOf) -> None:
     assert sync.wait(30) == 0
     *_, claims = reader.types()
     assert "slurm-" not in claims
-    await nodes.start_daemon(nodes.node, without_slurm(nodes.text))
-    assert [row["agent_id"] for row in await nodes.daemon.get("/v1/agents")] == ["notebooks"]
+    await nodes.start_daemon(nodes.node, without_socket(nodes.text))
+    assert [(await nodes.daemon.device(f"cuda{number}"))["agents"] for number in range(8)] == [
+        *4 * [["slurm"]], *4 * [["notebooks"]]
+    ]  # fmt: skip
     reader.types()
     assert reader.is_over()
     for node in cluster.nodes:
@@ -77,6 +81,40 @@ async def jobs_of_several_parts_claim_each(nodes: SlurmNodes) -> None:
     leader = cluster.run(*words, script).strip()  # its components are on nodes of their own
     await nodes.until_claims({f"slurm-{int(leader) + 1}": ["cuda0", "cuda1", "cuda2"]})
     cluster.run("scancel", leader)
+    await nodes.until_claims({})
+
+
+async def node_reboots_when_its_job_ends(nodes: SlurmNodes, reader: Reader) -> None:
+    """Reboot the GPU node while a job runs, and run another one afterwards."""
+    cluster, node = nodes.cluster, nodes.node
+    job = cluster.submit("--partition=gpu", "--gres=gpu:1")
+    await nodes.until_claims({f"slurm-{job}": ["cuda0"]})
+    reader.types()
+    assert cluster.node_state(node).startswith("draining")
+    cluster.run("scancel", job)
+    await nodes.until_rebooted(node)
+    cluster.until_idle()
+    assert await nodes.claims() == {}
+    assert (await nodes.daemon.device("cuda4"))["state"] == "drained"
+    job = cluster.submit("--partition=gpu", "--gres=gpu:2")
+    await nodes.until_claims({f"slurm-{job}": ["cuda0", "cuda1"]})
+    cluster.run("scancel", job)
+    await nodes.until_claims({})
+
+
+async def shards_hold_their_gpu(nodes: SlurmNodes) -> None:
+    """Share GPUs by shards, as the page says, and run one job beside them."""
+    cluster, node = nodes.cluster, nodes.node
+    types, gres, line = here(the_block("ini shards"), nodes).splitlines()
+    cluster.gres[node] = (f"{cluster.gres[node][0]}\n{line}", gres)
+    nodes.configure_slurm(types)
+    jobs = [cluster.submit("--partition=gpu", "--gres=shard:1") for _ in range(2)]
+    for job in jobs:
+        cluster.until_state(job, "RUNNING")
+    whole = cluster.submit("--partition=gpu", "--gres=gpu:3")
+    shared = shared_claim_id((await nodes.daemon.device("cuda0"))["stable_id"])
+    await nodes.until_claims({f"slurm-{whole}": ["cuda1", "cuda2", "cuda3"], shared: ["cuda0"]})
+    cluster.run("scancel", *jobs, whole)
     await nodes.until_claims({})
 
 

@@ -101,7 +101,7 @@ async def test_placeholder_outranks_jobs_that_wait(slurm: NodesOf) -> None:
 async def test_placeholder_keeps_no_node_from_draining(slurm: NodesOf, command: str) -> None:
     nodes = await slurm(gpu_count=4)
     cluster, node = nodes.cluster, nodes.node
-    nodes.configure_slurm("RebootProgram=/bin/true")
+    nodes.configure_slurm(nodes.reboot_program)
     kernel = (await nodes.daemon.running("notebooks", **ON_CUDA3))["kernel_id"]
     nodes.sync_once()
     until_blocked(nodes, kernel)
@@ -117,9 +117,11 @@ async def test_placeholder_keeps_no_node_from_draining(slurm: NodesOf, command: 
     assert placeholders(nodes) == []
     if command == "drain":
         cluster.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
-        cluster.until_idle()
-        cluster.until(lambda: nodes.sync_once() or placeholders(nodes), "the GPU is not blocked")
-        until_blocked(nodes, kernel)
+    else:
+        await nodes.until_rebooted(node)
+    cluster.until_idle()
+    cluster.until(lambda: nodes.sync_once() or placeholders(nodes), "the GPU is not blocked")
+    until_blocked(nodes, kernel)
 
 
 async def test_placeholder_never_waits_for_a_job(slurm: NodesOf) -> None:

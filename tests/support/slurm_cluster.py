@@ -157,10 +157,10 @@ class SlurmCluster:
         self._daemons["slurmctld"] = self.spawn("slurmctld", "-D", "-f", self._config)
         self.until(lambda: self.succeeds("scontrol", "ping"), "slurmctld does not answer")
 
-    def start_node(self, node: str) -> None:
-        """Start a slurmd."""
+    def start_node(self, node: str, *options: str) -> None:
+        """Start a slurmd; with the option `-b` it reports that the node was rebooted."""
         self._daemons[node] = self.spawn(
-            *self._in_own(node), "slurmd", "-D", "-N", node, "-f", self._config
+            *self._in_own(node), "slurmd", "-D", "-N", node, "-f", self._config, *options
         )
 
     @property

@@ -8,6 +8,7 @@ import json
 import signal
 import subprocess
 import sys
+import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -108,6 +109,23 @@ class SlurmNodes:
         for node in self.cluster.nodes:
             self.cluster.start_node(node)
         self.cluster.until_idle()
+
+    @property
+    def reboot_program(self) -> str:
+        """The setting with which `until_rebooted` sees that Slurm reboots a node."""
+        return f'RebootProgram="/usr/bin/touch {self.folder}/reboots"'
+
+    async def until_rebooted(self, node: str) -> None:
+        """Wait until Slurm reboots a node, and start the node's slurmd and agentd as after it."""
+        file = self.folder / "reboots"
+        self.cluster.until(file.exists, "Slurm does not reboot the node")
+        file.unlink()
+        self.cluster.kill(node)
+        daemon = self.daemons[node]
+        await daemon.stop()
+        daemon.boot_id = str(uuid.uuid4())
+        await daemon.start()
+        self.cluster.start_node(node, "-b")
 
     def _write_scripts(self) -> None:
         """Write the programs that slurmd runs, each with the sockets of its node."""
