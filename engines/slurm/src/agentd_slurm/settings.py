@@ -43,14 +43,18 @@ def read_settings() -> SlurmSettings:
     Raises:
         InvalidSettings: it cannot be read, or has an unknown key or a bad value.
     """
-    path = os.environ.get(SETTINGS_VARIABLE) or DEFAULT_SETTINGS
+    path = _settings_path()
     try:
-        with open(path, encoding="utf-8-sig") as file:  # noqa: PTH123 - pathlib costs 3 ms
-            return parse_settings(file.read())
+        with open(path, "rb") as file:  # noqa: PTH123 - pathlib costs 3 ms
+            return parse_settings(file.read().decode("utf-8-sig"))
     except FileNotFoundError:
         return SlurmSettings()
     except (OSError, ValueError, InvalidSettings) as error:  # TOML's error is a ValueError
         raise InvalidSettings(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _settings_path() -> str:
+    return os.environ.get(SETTINGS_VARIABLE) or DEFAULT_SETTINGS
 
 
 def parse_settings(text: str) -> SlurmSettings:

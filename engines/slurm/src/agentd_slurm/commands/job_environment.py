@@ -85,14 +85,15 @@ class JobEnvironment(NamedTuple):
 def known_node() -> str:
     """Return the name that slurmd gave this node in its last prolog; empty if there was none."""
     with suppress(OSError):
-        return (Path(os.environ.get(RUN_VARIABLE) or RUN_FOLDER) / "node").read_text().strip()
+        file = Path(os.environ.get(RUN_VARIABLE) or RUN_FOLDER) / "node"
+        return file.read_text(errors="replace").strip()
     return ""
 
 
 def read_mark(mark: Path) -> set[str]:
     """Return the claims of devices that a job shares; none if it has no mark."""
     try:
-        return {*mark.read_text().split()}
+        return {*mark.read_text(errors="replace").split()}
     except FileNotFoundError:
         return set()
 

@@ -39,6 +39,7 @@ FAILED = 1
 def main() -> None:
     """Run as Slurm's `Prolog=`."""
     stderr.guard()
+    os.umask(0o022)  # task prologs, which users run, read the mark
     sys.exit(run_prolog(os.environ))
 
 
