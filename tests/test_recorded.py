@@ -196,6 +196,7 @@ NEW_MEMBERS = frozenset(
     {
         *(f"/files/claims/c-{claim}.json/sum str" for claim in ("name", "pid", "ttl", "used")),
         *(f"/files/{path}/sum str" for path in RECORDS),
+        *(f"/files/{name}.json/sum str" for name in ("devices", "engines", "node")),
         *(f"/files/kernels/{kernel}/identity.json/kernel_id str" for kernel in BODIES),
         *(f"/containers/{kernel}/io.agentd.record/sum str" for kernel in BODIES),
         "/agentd/main/nodes/NODE/reason str",

@@ -174,7 +174,7 @@ class DamagedNode:
             paths = [*self.state.glob(f"*/{kernel_id}.json"), *bundle.glob("[!.]*.json")]
             paths = [path for path in paths if path.parent.name != "claims"]
             found += [(f"kernel {kernel_id}", path) for path in sorted(paths)]
-        found.append(("node", self.state / "devices.json"))  # another id in node.json is refused
+        found += [("node", self.state / name) for name in ("devices.json", "node.json")]
         return [(owner, path) for owner, path in found if is_regular(path)]
 
     async def round(self) -> None:

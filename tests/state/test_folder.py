@@ -16,6 +16,7 @@ from agentd.errors import StartRefused, StateUnavailable
 from agentd.state.folder import StateFolder
 from agentd.state.schemas import Phase, SavedDevices, SavedRecord, StoppedPlugin
 from core.machines import CPU, gpus
+from support.damage import flipped
 
 
 def link(path: Path) -> None:
@@ -257,6 +258,15 @@ def test_a_damaged_file_is_set_aside_and_nothing_is_remembered(state: StateFolde
     assert state.load_devices().devices == []
     assert not path.exists()
     assert (state.folder / "devices.json.unreadable").exists()
+
+
+def test_no_flipped_bit_gives_a_device_another_id(state: StateFolder) -> None:
+    state.save_devices(SavedDevices(gpus(2)))
+    path = state.folder / "devices.json"
+    text, saved = path.read_bytes(), state.load_devices().devices
+    for bit in range(8 * len(text)):
+        path.write_bytes(flipped(text, bit))
+        assert state.load_devices().devices in ([], saved)
 
 
 def test_what_is_of_a_device_s_shape_is_read(state: StateFolder) -> None:

@@ -35,7 +35,7 @@ from msgspec.structs import replace
 
 from agentd.core.conditions import Condition
 from agentd.core.devices import Health
-from agentd.core.kernel.record import is_of_other_node
+from agentd.core.kernel.record import is_of_other_node, read_members, seal
 from agentd.core.names import is_name, validate_name
 from agentd.errors import StartRefused, StateUnavailable
 from agentd.failpoints import hit
@@ -426,12 +426,13 @@ class StateFolder:
     def _load(self, name: str, shape: type[_S]) -> _S | None:
         path = self.folder / name
         try:
-            saved = msgspec.json.decode(read_regular(path, _MAX_STATE_BYTES).content, type=shape)
+            text = read_regular(path, _MAX_STATE_BYTES).content.decode()
+            saved = msgspec.convert(read_members(text), type=shape)
         except MissingFile:
             return None
         except UnusableFile as error:
             self._warn_once(path, str(error))
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             copy = path.with_name(f"{path.name}.unreadable")
             reason = f"cannot be read ({type(error).__name__}: {error}); set aside as {copy.name}"
             self._warn_once(path, reason)
@@ -452,7 +453,8 @@ class StateFolder:
 
     def _save_lasting(self, name: str, content: msgspec.Struct) -> None:
         path = self.folder / f"{name}.json"
-        self._write(path, msgspec.json.encode(content), name, is_lasting=True)
+        text = seal(msgspec.to_builtins(content))
+        self._write(path, text.encode(), name, is_lasting=True)
 
     def _write(
         self,
