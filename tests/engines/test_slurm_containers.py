@@ -67,7 +67,7 @@ async def test_user_runs_containers_on_three_nodes(slurm: NodesOf, engine: Engin
     nodes = await slurm(nodes=3, text=page_config, engine=engine)
     cluster = nodes.cluster
     first, second, third = cluster.nodes
-    printed = nodes.agentctl(first, "slurm", "gres", "--agent=slurm")
+    printed = nodes.agentctl(first, "slurm", "gres", "--agent=slurm", "--types=device")
     assert f"Type=cuda0 File={nodes.folder}/{first}/dev/cuda0\n" in printed
     other = cluster.submit("--gres=gpu:1", f"--nodelist={second}")
     await nodes.until_claims({f"slurm-{other}": ["cuda0"]}, second)
