@@ -9,7 +9,7 @@ from agentd.core.kernel.plan import name_prefix
 from crash.points import POINTS
 from support.checked_node import KERNEL_CGROUPS, CheckedNode, agentd_processes, start_time
 
-TIMES = ("_at", "start_time", "since", "until")
+VARYING = ("_at", "start_time", "since", "until", "sum")
 """Suffixes of members whose values differ from one life to the next."""
 PIDS = ("pid", "shim_pid")
 
@@ -75,7 +75,7 @@ def _lasting(value: Any) -> Any:
     return {
         name: bool(start_time(member)) if name in PIDS else _lasting(member)
         for name, member in value.items()
-        if not name.endswith(TIMES)
+        if not name.endswith(VARYING)
     }
 
 
