@@ -81,7 +81,9 @@ class SlurmNodes:
             return
         for node in self.daemons:
             await self.start_daemon(node)
-            content = json.loads(self.agentctl(node, "slurm", "gres", "--agent=slurm", "--json"))
+            content = json.loads(
+                self.agentctl(node, "slurm", "gres", "--agent=slurm", "--types=device", "--json")
+            )
             kept = [row for row in content["devices"].values() if not only or row["id"] in only]
             content["devices"] = {str(index): row for index, row in enumerate(kept)}
             self.map_file(node).write_text(json.dumps(content))
