@@ -15,16 +15,6 @@ from agentd.core.kernel.states import LIVE
 from support.checked_node import units
 from support.daemon import AGENTS, gpus
 
-SOCKETS = """
-[[rpc.sockets]]
-path = "{folder}/a.sock"
-role = "agent"
-agents = ["agent-1"]
-[[rpc.sockets]]
-path = "{folder}/b.sock"
-role = "agent"
-agents = ["agent-2"]
-"""
 NODE = '[plugins]\nallow = ["sim"]\n' + AGENTS + gpus(6) + gpus(2, "shares", "tpu")
 SHORT_TTL_S = 3
 STRANGER = 4711

@@ -24,7 +24,6 @@ from crash.claim_model import (
     NODE,
     SHORT_TTL_S,
     SLOTS,
-    SOCKETS,
     STRANGER,
     TEAMS,
     Amounts,
@@ -36,7 +35,7 @@ from crash.claim_model import (
     writable_cgroups,
 )
 from support.checked_node import NO_ANSWER, CheckedNode, units
-from support.daemon import Answer
+from support.daemon import TEAM_SOCKETS, Answer
 from support.waiting import until
 
 MAX_CLAIMS, MAX_KERNELS = 10, 10
@@ -63,7 +62,9 @@ class Driver:
         self._has_label_patch = False
 
     async def start(self) -> None:
-        assert await self.node.start(text=NODE + SOCKETS.format(folder=self.node.daemon.folder))
+        assert await self.node.start(
+            text=NODE + TEAM_SOCKETS.format(folder=self.node.daemon.folder)
+        )
         absent = await self.node.daemon.call("PATCH", "/v1/claims/none", {"labels": {}})
         self._has_label_patch = absent.status == 404
 

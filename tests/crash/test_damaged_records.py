@@ -16,13 +16,12 @@ from typing import Any
 
 import pytest
 
-from crash.claim_model import SOCKETS
 from support.checked_node import ONE, SEED, SOAK_S, CheckedNode
-from support.daemon import AGENTS, gpus
+from support.daemon import AGENTS, TEAM_SOCKETS, gpus
 from support.damage import flipped
 
 BRIEF_S = 20.0
-NODE = '[plugins]\nallow = ["sim"]\n' + AGENTS + gpus(12) + SOCKETS
+NODE = '[plugins]\nallow = ["sim"]\n' + AGENTS + gpus(12) + TEAM_SOCKETS
 CLAIMS = ("name", "ttl", "pid", "kept", "observed")
 KERNELS = ("plain", "of-kept", "ended")
 OLD = 86400.0

@@ -10,20 +10,10 @@ from typing import Any
 import pytest
 
 from end_to_end.test_access import call
-from support.daemon import AGENTS, Answer, Daemon, gpus
+from support.daemon import AGENTS, TEAM_SOCKETS, Answer, Daemon, gpus
 from support.waiting import until
 
 ONE = {"cuda.device": 1}
-SOCKET = """
-[[rpc.sockets]]
-path = "{folder}/a.sock"
-role = "agent"
-agents = ["agent-1"]
-[[rpc.sockets]]
-path = "{folder}/b.sock"
-role = "agent"
-agents = ["agent-2"]
-"""
 USER = 4711
 SCRIPT = """
 import http.client, json, os, socket, sys
@@ -42,7 +32,7 @@ print(answer.status, json.loads(answer.read() or "{}").get("code", ""))
 @pytest.fixture
 async def node(plain: Daemon) -> Daemon:
     """agentd with a socket of each of two teams."""
-    await plain.start(AGENTS + gpus(4) + SOCKET.format(folder=plain.folder))
+    await plain.start(AGENTS + gpus(4) + TEAM_SOCKETS.format(folder=plain.folder))
     plain.folder.chmod(0o755)
     (plain.folder / "a.sock").chmod(0o666)
     return plain

@@ -16,7 +16,7 @@ exit $status
 """
 
 
-def look(nodes: SlurmNodes) -> list[str]:
+def run_sync_once(nodes: SlurmNodes) -> list[str]:
     """Take one look; return the commands that it ran, each with the bytes that it printed."""
     folder = nodes.folder / "bin"
     folder.mkdir(exist_ok=True)
@@ -36,10 +36,10 @@ async def test_look_does_not_grow_with_the_queue(slurm: NodesOf) -> None:
     job = nodes.cluster.submit("--gres=gpu:cuda1:1")
     nodes.cluster.until(lambda: nodes.cluster.processes(job), "the job does not run")
     await nodes.until_claims({f"slurm-{job}": ["cuda1"]})
-    before = look(nodes)
+    before = run_sync_once(nodes)
     nodes.cluster.submit("--hold", "--array=0-9999", "--gres=gpu:1")
     for number in range(100):
         nodes.cluster.submit("--hold", f"--job-name=j{number}")
-    assert look(nodes) == before
+    assert run_sync_once(nodes) == before
     assert [row.split()[0] for row in before] == ["squeue", "squeue", "scontrol", "scontrol"]
     assert sum(int(row.split()[1]) for row in before) < 10_000

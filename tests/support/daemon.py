@@ -47,6 +47,17 @@ stop-timeout = 1
 UNITS = () if systemd_problems() else ("systemd",)
 """The runtime of systemd where that runs; elsewhere it is tested in a machine of tests/node."""
 AGENTS = '[[agents]]\nid = "agent-1"\n[[agents]]\nid = "agent-2"\n'
+TEAM_SOCKETS = """
+[[rpc.sockets]]
+path = "{folder}/a.sock"
+role = "agent"
+agents = ["agent-1"]
+[[rpc.sockets]]
+path = "{folder}/b.sock"
+role = "agent"
+agents = ["agent-2"]
+"""
+"""A socket for each of these agents; `folder` is the daemon's."""
 
 
 def gpus(count: int = 2, mode: str = "device", table: str = "cuda") -> str:
