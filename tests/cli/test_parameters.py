@@ -282,6 +282,7 @@ OPTIONS: dict[str, Sequence[str]] = {
     "agentctl token revoke": CONFIG,
     "agentctl slurm gres --types": ("--json",),
     "agentctl slurm gres --type": ("--json",),
+    "agentctl slurm gres --node": ("--files", "/dev/agentd"),
 }
 """Options of both runs, by command, or by command and parameter."""
 STATUSES = {
@@ -290,6 +291,7 @@ STATUSES = {
     "agentctl events": 1,  # it resumes
     "agentctl slurm gres": 1,  # the device has no file
     "agentctl slurm gres --types": 0, "agentctl slurm gres --type": 0,  # the map has none
+    "agentctl slurm gres --node": 0,  # it has a stand-in
     "agentctl token create --role": 2, "agentctl token create --gateway": 2,  # no --agent
     "agentd config init": 1,  # the file exists
     "agentd": 2, "agentd-fleet": 2,  # no subcommand
@@ -306,7 +308,8 @@ VALUES = {
     "agentd-fleet check-config --config": "wrong.toml",
     "agentd-fleet gateway --config": "fleet-b.toml", "agentd-fleet join --config": "fleet-b.toml",
     "tail": "7", "interval": "7.5", "count": "1", "ttl": "7", "fleet_address": "unix:/f.sock",
-    "since": TIME, "url": URL, "agentctl ui --port": "80", "agentctl fleet ui --port": "80",
+    "since": TIME, "url": URL, "agentctl slurm gres --files": "/dev/agentd",
+    "agentctl ui --port": "80", "agentctl fleet ui --port": "80",
 }  # fmt: skip
 """Values of options that are not any text."""
 ARGUMENTS = {
@@ -355,9 +358,13 @@ PAIRS_WITHOUT_EFFECT = {
     ("--agent", "--files"): "the same",
     ("--agent", "--types"): "the same",
     ("--agent", "--type"): "the same",
+    ("--agent", "--node"): "the same",
     ("--json", "--files"): "the map names no files",
     ("--types", "--files"): "the same",
     ("--type", "--files"): "the same",
+    ("--json", "--node"): "the map is of one node",
+    ("--types", "--node"): "the same",
+    ("--type", "--node"): "the same",
     ("--types", "--json"): "the command of the test has it already",
     ("--type", "--json"): "the same",
     ("--id", "--scope"): "the command runs again in its scope, with all of its words",
