@@ -33,7 +33,7 @@ def states_of(points: Iterable[str], runtime: str) -> dict[str, list[str]]:
 def left_behind(node: CheckedNode) -> str:
     """Return what a dead daemon's node consists of, one line for each thing.
 
-    Times, pids and the node's name are left out; of a pid it stands there whether it lives.
+    Times, sums, pids and the node's name are left out; of a pid it stands there whether it lives.
     """
     folder = node.daemon.folder
     lines = [f"file {line}" for line in _files(folder)]

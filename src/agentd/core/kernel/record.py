@@ -89,7 +89,10 @@ def encode(kernel: Kernel, node_id: str) -> str:
 
 
 def seal(members: Mapping[str, object]) -> str:
-    """Return a record of these members and their sum as one line of JSON, of this schema."""
+    """Return a record of these members and their sum as one line of JSON.
+
+    Its schema is this one, unless the members have one: files of the state folder do.
+    """
     content = {"schema": SCHEMA, **members}
     return _write({**content, "sum": _sum_of(content)})
 
